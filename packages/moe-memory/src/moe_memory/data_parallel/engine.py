@@ -1,0 +1,68 @@
+"""`DataParallelEngine`: who owns the gradients, the master weights and the optimizer state; the seam of the engines."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from moe_parallel.sharding import Box, ShardSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateTensor:
+    """One tensor of the training state, or the part of it that this rank owns.
+
+    Attributes:
+        name: `<slot>/<global parameter name>`; slots are `master`, `exp_avg`, `exp_avg_sq` for AdamW.
+        global_shape: shape of the whole tensor.
+        box: the part that is here; may be empty. Every element of the whole is owned by exactly one rank.
+        tensor: live storage with the shape of the box; writing to it changes the state.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    box: Box
+    tensor: Tensor
+
+
+class DataParallelEngine(Protocol):
+    """Gradients in, weights out.
+
+    The gradient of a step is the gradient of ONE scalar (numerics §0): contributions of microbatches and ranks are
+    added, never averaged here. One step is `grads_ready` for every parameter and microbatch, then `finish`, then
+    `norm_parts` (optional), then `step` or `skip`.
+    """
+
+    def wrap(self, model: nn.Module, specs: Mapping[str, ShardSpec]) -> nn.Module:
+        """Take ownership of the parameters of the model, once; returns the module to call from now on."""
+
+    def grads_ready(self, names: Collection[str], *, last: bool) -> None:
+        """The backward of the current microbatch has produced the gradients of these parameters (global names).
+
+        With `last` no further microbatch of this step will add to them: their reduction may start.
+        """
+
+    def finish(self) -> None:
+        """Wait until every gradient of the step is complete."""
+
+    def norm_parts(self, order: float) -> dict[str, Tensor]:
+        """This rank's part of the global gradient norm per parameter kind (`dense`, `expert`), each unique element once.
+
+        A part is a scalar: the sum of `|g|**order`, or for `order = inf` the largest `|g|`. Not yet reduced over ranks.
+        """
+
+    def step(self, learning_rate: float, gradient_factor: Tensor | float) -> None:
+        """Scale gradients by the factor (clipping), update master weights, refresh compute weights, clear gradients."""
+
+    def skip(self) -> None:
+        """Clear gradients and leave weights, moments and counters unchanged."""
+
+    def state_tensors(self) -> Iterator[StateTensor]:
+        """Everything that a checkpoint must hold, as live storage, in a fixed order."""
+
+    def state_values(self) -> dict[str, int | float]:
+        """The rest of the state as JSON values (update counters)."""
+
+    def load_finished(self, values: Mapping[str, int | float]) -> None:
+        """`state_tensors` have been overwritten by a checkpoint: take over its values and refresh compute weights."""

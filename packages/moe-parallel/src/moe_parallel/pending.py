@@ -1,0 +1,47 @@
+"""`Pending`: one handle for communication in flight, the same on gloo and on CUDA."""
+
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Work(Protocol):
+    """The part of `torch.distributed.Work` that is used here."""
+
+    def wait(self) -> object: ...
+
+    def is_completed(self) -> bool: ...
+
+
+class Pending(Generic[T]):
+    """A value that may be read only after `wait()`.
+
+    On gloo `wait()` blocks the host until the bytes have arrived. On CUDA it makes the current stream wait for the
+    communication and returns at once, so the host is not synchronised. Waiting twice returns the same value and
+    waits once. `finish` runs once, after the communication, to turn the received buffers into the value.
+    """
+
+    def __init__(self, value: T, works: Sequence[Work] = (), finish: Callable[[T], T] | None = None) -> None:
+        self._value = value
+        self._works = tuple(works)
+        self._finish = finish
+
+    @classmethod
+    def completed(cls, value: T) -> "Pending[T]":
+        """Wrap a value that needed no communication."""
+        return cls(value)
+
+    def done(self) -> bool:
+        """Whether `wait()` would return without waiting."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> T:
+        """Wait for the communication and return the value."""
+        works, self._works = self._works, ()
+        for work in works:
+            work.wait()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._value = finish(self._value)
+        return self._value

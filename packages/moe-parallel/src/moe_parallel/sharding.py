@@ -1,0 +1,51 @@
+"""`ShardSpec` and `Box`: what a plain local parameter is globally, and which part of it a rank holds."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from moe_parallel.errors import MoeParallelError
+
+
+class ParameterKind(Enum):
+    """Which view of the world a parameter lives in: dense over `pp dp cp tp`, expert over `pp edp ep etp`."""
+
+    DENSE = "dense"
+    EXPERT = "expert"
+
+
+@dataclass(frozen=True)
+class Box:
+    """An N-dimensional rectangle of a global tensor: `offset[d] <= index[d] < offset[d] + shape[d]`."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.offset) != len(self.shape):
+            raise MoeParallelError(f"a box needs as many offsets as sizes: {self.offset} and {self.shape}")
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> "Box":
+        """The box that covers a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSpec:
+    """The global meaning of one local parameter.
+
+    Attributes:
+        name: global name, the same on every rank and in every layout.
+        shape: global shape.
+        kind: dense or expert; decides over which ranks the parameter is replicated and its gradient summed.
+        placements: pairs (axis, tensor dim): the tensor is split along the dim over the axis; every other axis
+            replicates it.
+        grad_sum_axes: further axes over which gradients must be summed, because ranks there see different tokens
+            through a replicated parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: ParameterKind = ParameterKind.DENSE
+    placements: tuple[tuple[str, int], ...] = ()
+    grad_sum_axes: tuple[str, ...] = ()
