@@ -6,47 +6,55 @@ from typing import TYPE_CHECKING
 from moe_comm._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from moe_comm.checks import (
+        check_routing as check_routing,
+        check_tokens as check_tokens,
+        wrong_ids as wrong_ids,
+    )
+    from moe_comm.config import (
+        LocalConfig as LocalConfig,
+    )
     from moe_comm.dispatcher import (
+        DISPATCHER_INTERFACE_VERSION as DISPATCHER_INTERFACE_VERSION,
+        EXACT as EXACT,
         Capabilities as Capabilities,
-    )
-    from moe_comm.dispatcher import (
         Dispatched as Dispatched,
-    )
-    from moe_comm.dispatcher import (
         DispatcherPlugin as DispatcherPlugin,
-    )
-    from moe_comm.dispatcher import (
         Parcel as Parcel,
-    )
-    from moe_comm.dispatcher import (
         Plan as Plan,
-    )
-    from moe_comm.dispatcher import (
         Sizing as Sizing,
-    )
-    from moe_comm.dispatcher import (
         TokenDispatcher as TokenDispatcher,
-    )
-    from moe_comm.dispatcher import (
         combine as combine,
-    )
-    from moe_comm.dispatcher import (
         dispatch as dispatch,
     )
-    from moe_comm.errors import MoeCommError as MoeCommError
+    from moe_comm.errors import (
+        MoeCommError as MoeCommError,
+    )
+    from moe_comm.registry import (
+        DISPATCHERS as DISPATCHERS,
+        build_dispatcher as build_dispatcher,
+    )
 
 # Public name to module. Loaded on first use, so that configuration and the command line work without importing torch.
 _MODULE_OF = {
+    "build_dispatcher": "registry",
     "Capabilities": "dispatcher",
+    "check_routing": "checks",
+    "check_tokens": "checks",
     "combine": "dispatcher",
     "dispatch": "dispatcher",
     "Dispatched": "dispatcher",
+    "DISPATCHER_INTERFACE_VERSION": "dispatcher",
     "DispatcherPlugin": "dispatcher",
+    "DISPATCHERS": "registry",
+    "EXACT": "dispatcher",
+    "LocalConfig": "config",
     "MoeCommError": "errors",
     "Parcel": "dispatcher",
     "Plan": "dispatcher",
     "Sizing": "dispatcher",
     "TokenDispatcher": "dispatcher",
+    "wrong_ids": "checks",
 }
 
 __all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604

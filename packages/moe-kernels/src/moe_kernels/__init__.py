@@ -6,29 +6,66 @@ from typing import TYPE_CHECKING
 from moe_kernels._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from moe_kernels.config import KernelsConfig as KernelsConfig
+    from moe_kernels.activation import gated_activation as gated_activation
+    from moe_kernels.config import KernelsConfig as KernelsConfig, RouterConfig as RouterConfig
     from moe_kernels.dtypes import internal_dtype as internal_dtype
     from moe_kernels.errors import MoeKernelsError as MoeKernelsError
-    from moe_kernels.registry import (
-        Installed as Installed,
+    from moe_kernels.experts import ExpertCompute as ExpertCompute, GroupedExperts as GroupedExperts
+    from moe_kernels.grouped_gemm import (
+        GROUPED_GEMM as GROUPED_GEMM,
+        GroupedGemm as GroupedGemm,
+        KernelSpec as KernelSpec,
+        select_grouped_gemm as select_grouped_gemm,
     )
-    from moe_kernels.registry import (
-        PluginError as PluginError,
+    from moe_kernels.losses import (
+        balance_loss as balance_loss,
+        global_balance_loss as global_balance_loss,
+        inject_gradient as inject_gradient,
+        plain_choices as plain_choices,
+        z_loss as z_loss,
     )
-    from moe_kernels.registry import (
-        Registry as Registry,
+    from moe_kernels.norm import RMSNorm as RMSNorm, rms_norm as rms_norm
+    from moe_kernels.permute import RowMap as RowMap
+    from moe_kernels.registry import Installed as Installed, PluginError as PluginError, Registry as Registry
+    from moe_kernels.rope import apply_rope as apply_rope, rope_tables as rope_tables
+    from moe_kernels.routing import (
+        Routing as Routing,
+        route as route,
+        scores as scores,
+        stable_top_k as stable_top_k,
     )
-    from moe_kernels.routing import Routing as Routing
 
 # Public name to module. Loaded on first use, so that configuration and the command line work without importing torch.
+# The functions of `permute`, `cross_entropy` and `grouped_gemm` come from their modules, of which some share the name.
 _MODULE_OF = {
+    "apply_rope": "rope",
+    "balance_loss": "losses",
+    "ExpertCompute": "experts",
+    "gated_activation": "activation",
+    "global_balance_loss": "losses",
+    "GROUPED_GEMM": "grouped_gemm",
+    "GroupedExperts": "experts",
+    "GroupedGemm": "grouped_gemm",
+    "inject_gradient": "losses",
     "Installed": "registry",
     "internal_dtype": "dtypes",
     "KernelsConfig": "config",
+    "KernelSpec": "grouped_gemm",
     "MoeKernelsError": "errors",
+    "plain_choices": "losses",
     "PluginError": "registry",
     "Registry": "registry",
+    "RMSNorm": "norm",
+    "rms_norm": "norm",
+    "rope_tables": "rope",
+    "route": "routing",
+    "RouterConfig": "config",
     "Routing": "routing",
+    "RowMap": "permute",
+    "scores": "routing",
+    "select_grouped_gemm": "grouped_gemm",
+    "stable_top_k": "routing",
+    "z_loss": "losses",
 }
 
 __all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604

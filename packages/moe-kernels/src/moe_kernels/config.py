@@ -1,7 +1,8 @@
-"""The `kernels` section of the configuration. Imports nothing heavy."""
+"""Configuration of the kernels and of the router. Imports nothing heavy."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from math import isfinite
+from typing import Any, ClassVar, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,3 +17,84 @@ class KernelsConfig:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     grouped_gemm: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """How tokens choose experts and how much each choice weighs.
+
+    Attributes:
+        top_k: K, experts per token.
+        score: what turns logits into scores.
+        softmax_order: softmax over all experts and then the choice, or the choice and then softmax over the chosen.
+        normalize: divide the chosen scores by their sum.
+        scale: factor on every weight, also when they are not normalised.
+        groups: the experts form this many groups of neighbours, of which only the best are open to a token; 1 for none.
+        group_top_k: open groups per token.
+        allow_constant_weight: accept K = 1 with a weight that is always `scale`, which gives the router no gradient
+            from the language-model loss.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    top_k: int = 2
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    softmax_order: Literal["before_topk", "after_topk"] = "before_topk"
+    normalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    group_top_k: int = 1
+    allow_constant_weight: bool = False
+
+    def problems(self, num_experts: int) -> list[tuple[str, str]]:
+        """Every violated rule in a layer of `num_experts` experts: (field, sentence that names the legal values)."""
+        found: list[tuple[str, str]] = []
+        if not 1 <= self.top_k <= num_experts:
+            found.append(("top_k", f"A token chooses between 1 and {num_experts} of {num_experts} experts."))
+        if self.score == "sigmoid" and self.softmax_order == "after_topk":
+            found.append(
+                (
+                    "softmax_order",
+                    'There is no softmax to order when score is "sigmoid"; leave softmax_order at "before_topk".',
+                )
+            )
+        constant = self.normalize or (self.score == "softmax" and self.softmax_order == "after_topk")
+        if self.top_k == 1 and num_experts > 1 and constant and not self.allow_constant_weight:
+            found.append(
+                (
+                    "top_k",
+                    "The weight of a single choice is constant when it is normalised or comes from a softmax after "
+                    "top-k, so the language-model loss would not train the router; use top_k of at least 2, or "
+                    'normalize = false with softmax_order = "before_topk", or allow_constant_weight = true.',
+                )
+            )
+        if not (isfinite(self.scale) and self.scale > 0):
+            found.append(("scale", "The factor on the weights must be finite and above 0."))
+        return found + self._group_problems(num_experts)
+
+    def _group_problems(self, num_experts: int) -> list[tuple[str, str]]:
+        if self.groups < 1 or num_experts % self.groups:
+            legal = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
+            return [("groups", f"The number of groups must divide the {num_experts} experts: {legal}.")]
+        if not 1 <= self.group_top_k <= self.groups:
+            return [("group_top_k", f"Between 1 and {self.groups} of {self.groups} groups can be open to a token.")]
+        found = []
+        open_experts = self.group_top_k * (num_experts // self.groups)
+        if self.top_k > open_experts:
+            found.append(
+                (
+                    "top_k",
+                    f"A token can choose at most {open_experts} experts: {self.group_top_k} open groups of "
+                    f"{num_experts // self.groups}.",
+                )
+            )
+        if self.top_k % self.group_top_k:
+            legal = ", ".join(str(n) for n in range(1, self.groups + 1) if self.top_k % n == 0)
+            found.append(
+                (
+                    "group_top_k",
+                    f"The number of open groups must divide top_k = {self.top_k}, because a group is judged by its "
+                    f"top_k / group_top_k best scores: {legal}.",
+                )
+            )
+        return found

@@ -6,19 +6,50 @@ from typing import TYPE_CHECKING
 from moe_memory._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from moe_memory.data_parallel.engine import (
-        DataParallelEngine as DataParallelEngine,
-    )
-    from moe_memory.data_parallel.engine import (
-        StateTensor as StateTensor,
-    )
+    from moe_memory.config import MemoryConfig as MemoryConfig, OptimConfig as OptimConfig
+    from moe_memory.data_parallel import Zero1 as Zero1, build_engine as build_engine
+    from moe_memory.data_parallel.engine import DataParallelEngine as DataParallelEngine, StateTensor as StateTensor
+    from moe_memory.data_parallel.norm import clip_factor as clip_factor, global_norm as global_norm
     from moe_memory.errors import MoeMemoryError as MoeMemoryError
+    from moe_memory.initialise import (
+        InitRule as InitRule,
+        constant as constant,
+        initialise as initialise,
+        normal as normal,
+        ones as ones,
+    )
+    from moe_memory.measure import PeakMemory as PeakMemory, SavedBytes as SavedBytes
+    from moe_memory.optim.schedule import learning_rate as learning_rate
+    from moe_memory.recompute import (
+        ActivationPolicy as ActivationPolicy,
+        Replay as Replay,
+        activation_policy as activation_policy,
+        run_unit as run_unit,
+    )
 
 # Public name to module. Loaded on first use, so that configuration and the command line work without importing torch.
 _MODULE_OF = {
+    "activation_policy": "recompute",
+    "ActivationPolicy": "recompute",
+    "build_engine": "data_parallel",
+    "clip_factor": "data_parallel.norm",
+    "constant": "initialise",
     "DataParallelEngine": "data_parallel.engine",
+    "global_norm": "data_parallel.norm",
+    "initialise": "initialise",
+    "InitRule": "initialise",
+    "learning_rate": "optim.schedule",
+    "MemoryConfig": "config",
     "MoeMemoryError": "errors",
+    "normal": "initialise",
+    "ones": "initialise",
+    "OptimConfig": "config",
+    "PeakMemory": "measure",
+    "Replay": "recompute",
+    "run_unit": "recompute",
+    "SavedBytes": "measure",
     "StateTensor": "data_parallel.engine",
+    "Zero1": "data_parallel",
 }
 
 __all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604

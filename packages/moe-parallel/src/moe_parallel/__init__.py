@@ -6,44 +6,16 @@ from typing import TYPE_CHECKING
 from moe_parallel._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from moe_parallel.attention import (
-        AttentionCore as AttentionCore,
-    )
-    from moe_parallel.attention import (
-        LocalAttention as LocalAttention,
-    )
+    from moe_parallel.attention import AttentionCore as AttentionCore, LocalAttention as LocalAttention
     from moe_parallel.config import ParallelConfig as ParallelConfig
     from moe_parallel.errors import MoeParallelError as MoeParallelError
-    from moe_parallel.groups import (
-        AxisGroups as AxisGroups,
-    )
-    from moe_parallel.groups import (
-        Groups as Groups,
-    )
-    from moe_parallel.groups import (
-    )
+    from moe_parallel.groups import AxisGroups as AxisGroups, Groups as Groups
     from moe_parallel.layout import ParallelLayout as ParallelLayout
     from moe_parallel.pending import Pending as Pending
     from moe_parallel.problem import Problem as Problem
     from moe_parallel.sequence import SequenceInfo as SequenceInfo
-    from moe_parallel.sharding import (
-        Box as Box,
-    )
-    from moe_parallel.sharding import (
-        ParameterKind as ParameterKind,
-    )
-    from moe_parallel.sharding import (
-        ShardSpec as ShardSpec,
-    )
-    from moe_parallel.steps import (
-        Step as Step,
-    )
-    from moe_parallel.steps import (
-        StepKind as StepKind,
-    )
-    from moe_parallel.steps import (
-        run_steps as run_steps,
-    )
+    from moe_parallel.sharding import Box as Box, ParameterKind as ParameterKind, ShardSpec as ShardSpec
+    from moe_parallel.steps import Step as Step, StepKind as StepKind, run_steps as run_steps
 
 # Public name to module. Loaded on first use, so that configuration and the command line work without importing torch.
 _MODULE_OF = {

@@ -47,7 +47,7 @@ class DataParallelEngine(Protocol):
         """Wait until every gradient of the step is complete."""
 
     def norm_parts(self, order: float) -> dict[str, Tensor]:
-        """This rank's part of the global gradient norm per parameter kind (`dense`, `expert`), each unique element once.
+        """This rank's part of the global gradient norm by parameter kind; each unique element counts once.
 
         A part is a scalar: the sum of `|g|**order`, or for `order = inf` the largest `|g|`. Not yet reduced over ranks.
         """

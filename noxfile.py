@@ -1,0 +1,238 @@
+"""Sessions of this repository. `nox` runs what a change must pass; `nox -s demo` trains; `nox -l` lists all.
+
+Sessions test installed wheels, not the checkout. torch is large, so it is installed once into a base environment that
+session environments see through a `.pth` file; the key of a base is what was asked for, and from which constraints.
+"""
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+CONSTRAINTS = ROOT / "constraints.txt"
+WHEELS = ROOT / "dist"
+SIBLINGS = {
+    "moe-parallel": [],
+    "moe-kernels": [],
+    "moe-comm": ["moe-parallel", "moe-kernels"],
+    "moe-memory": ["moe-parallel", "moe-kernels"],
+    "moe-train": ["moe-parallel", "moe-kernels", "moe-comm", "moe-memory"],
+}
+TORCH = ["torch", "numpy"]
+BUILD = ["hatchling"]
+RUNTIME = ["pydantic", "rich", "rich-argparse", "safetensors", "tomli-w"]
+TESTS = ["pytest", "pytest-randomly", "pytest-timeout", "hypothesis", "transformers"]
+CHECKS = ["ruff", "mypy", "import-linter"]
+
+# One thread everywhere: OpenMP spin barriers make two threads on a busy core far slower than one.
+QUIET = {"OMP_NUM_THREADS": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "HF_HUB_OFFLINE": "1"}
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_missing_interpreters = True
+nox.options.sessions = ["lint", "imports", "typecheck", "wheels", "bare", "minimum", "tests"]
+
+each_package = nox.parametrize("pkg", list(SIBLINGS), ids=list(SIBLINGS))
+
+
+def module_name(pkg: str) -> str:
+    return pkg.replace("-", "_")
+
+
+def base_environment(name: str, requirements: list[str], on: Path | None = None) -> Path:
+    """Site-packages of an environment with these requirements, built once; `on` is another base that it may see."""
+    key = hashlib.sha256(
+        "\n".join([sys.version, CONSTRAINTS.read_text(), *requirements, str(on)]).encode()
+    ).hexdigest()[:12]
+    home = ROOT / ".nox" / f"base-{name}-{key}"
+    site_packages = home / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    complete = home / "complete"
+    if not complete.exists():
+        venv.create(home, clear=True, with_pip=True)
+        if on is not None:
+            link_base(site_packages, [on])
+        command = [home / "bin" / "python", "-m", "pip", "install", "--quiet", "-c", CONSTRAINTS, *requirements]
+        subprocess.run(list(map(str, command)), check=True, env={**os.environ, **QUIET})
+        complete.touch()
+    return site_packages
+
+
+def link_base(site_packages: Path, bases: list[Path]) -> None:
+    lines = [f"import site; site.addsitedir({str(base)!r})\n" for base in bases]
+    (site_packages / "base.pth").write_text("".join(lines))
+
+
+def torch_base() -> Path:
+    return base_environment("torch", TORCH)
+
+
+def tools_base() -> Path:
+    return base_environment("tools", [*BUILD, *RUNTIME, *TESTS, *CHECKS], on=torch_base())
+
+
+def use_bases(session: nox.Session, *bases: Path) -> None:
+    location = session.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", silent=True)
+    link_base(Path(str(location).strip()), list(bases))
+
+
+_wheels: dict[str, Path] = {}
+
+
+def wheel(pkg: str) -> Path:
+    """The wheel of a package, built once per nox run from the checkout."""
+    if pkg not in _wheels:
+        python = tools_base().parents[2] / "bin" / "python"
+        prefix = f"moe_stack_{pkg.removeprefix('moe-')}"
+        for old in WHEELS.glob(f"{prefix}-*.whl"):
+            old.unlink()
+        command = [python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", WHEELS]
+        subprocess.run([*map(str, command), str(ROOT / "packages" / pkg)], check=True, env={**os.environ, **QUIET})
+        (_wheels[pkg],) = WHEELS.glob(f"{prefix}-*.whl")
+    return _wheels[pkg]
+
+
+def wheels_of(pkg: str) -> list[str]:
+    """The package's wheel and its siblings': always together, so that no sibling is looked up on an index."""
+    return [str(wheel(name)) for name in [*SIBLINGS[pkg], pkg]]
+
+
+def install_wheels(session: nox.Session, pkg: str) -> None:
+    session.run("python", "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", *wheels_of(pkg), env=QUIET)
+    # A test run that imports the checkout, or a stranger's package of the same name, proves nothing.
+    check = (
+        "import sys, importlib.util as u\n"
+        "for name in sys.argv[1:]:\n"
+        "    origin = u.find_spec(name).origin\n"
+        "    assert origin.startswith(sys.prefix), f'{name} comes from {origin}'\n"
+    )
+    session.run("python", "-c", check, *map(module_name, [*SIBLINGS[pkg], pkg]), silent=True)
+
+
+def run_pytest(session: nox.Session, pkg: str, *arguments: str) -> None:
+    session.run("python", "-m", "pytest", "-p", "no:cacheprovider", f"packages/{pkg}/tests", *arguments, env=QUIET)
+
+
+@nox.session
+@each_package
+def tests(session: nox.Session, pkg: str) -> None:
+    """The package's tests against its installed wheel."""
+    use_bases(session, tools_base())
+    install_wheels(session, pkg)
+    run_pytest(session, pkg, *session.posargs)
+
+
+@nox.session
+@each_package
+def slow(session: nox.Session, pkg: str) -> None:
+    """The tests that take minutes."""
+    use_bases(session, tools_base())
+    install_wheels(session, pkg)
+    session.run(
+        *["python", "-m", "pytest", "-p", "no:cacheprovider", "-m", "slow", "--timeout=1200"],
+        *[f"packages/{pkg}/tests", *session.posargs],
+        env=QUIET,
+        success_codes=[0, 5],  # 5: this package has no slow test
+    )
+
+
+@nox.session
+@each_package
+def bare(session: nox.Session, pkg: str) -> None:
+    """Installed with its declared dependencies and nothing else, every module of the package imports."""
+    use_bases(session, torch_base())
+    session.run("python", "-m", "pip", "install", "-q", "-c", str(CONSTRAINTS), *wheels_of(pkg), env=QUIET)
+    install_wheels(session, pkg)
+    check = (
+        "import importlib, pkgutil, sys\n"
+        "package = importlib.import_module(sys.argv[1])\n"
+        "names = [m.name for m in pkgutil.walk_packages(package.__path__, package.__name__ + '.')]\n"
+        "skipped = [n for n in names if n.endswith(('.testing', '.__main__'))]\n"
+        "for name in names:\n"
+        "    if name not in skipped: importlib.import_module(name)\n"
+        "for name in package.__all__: getattr(package, name)\n"
+        "print(f'{sys.argv[1]}: {len(names) - len(skipped)} modules, {len(package.__all__)} public names')\n"
+    )
+    session.run("python", "-W", "error", "-c", check, module_name(pkg), env=QUIET)
+
+
+@nox.session
+@each_package
+def minimum(session: nox.Session, pkg: str) -> None:
+    """The tests with the lowest versions that the metadata allows, of everything but torch."""
+    use_bases(session, tools_base())
+    lowest = []
+    for name in [*SIBLINGS[pkg], pkg]:
+        project = tomllib.loads((ROOT / "packages" / name / "pyproject.toml").read_text())["project"]
+        found = [re.fullmatch(r"([\w.-]+)>=([\w.]+)(?:,.*)?", line) for line in project["dependencies"]]
+        lowest += [f"{m[1]}=={m[2]}" for m in found if m and m[1] != "torch" and not m[1].startswith("moe-stack-")]
+    session.run("python", "-m", "pip", "install", "-q", "--no-deps", *sorted(set(lowest)), env=QUIET)
+    install_wheels(session, pkg)
+    session.log("the lowest torch is not run here: only the pinned one is installed")
+    run_pytest(session, pkg, "-q", *session.posargs)
+
+
+@nox.session
+def typecheck(session: nox.Session) -> None:
+    """mypy, strict, on all five packages."""
+    use_bases(session, tools_base())
+    sources = [str(ROOT / "packages" / pkg / "src") for pkg in SIBLINGS]
+    session.run("python", "-m", "mypy", *sources, env={**QUIET, "MYPYPATH": os.pathsep.join(sources)})
+
+
+@nox.session
+def imports(session: nox.Session) -> None:
+    """The packages import each other in one direction only."""
+    use_bases(session, tools_base())
+    sources = os.pathsep.join(str(ROOT / "packages" / pkg / "src") for pkg in SIBLINGS)
+    command = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+    session.run("python", "-c", command, "--no-cache", env={**QUIET, "PYTHONPATH": sources})
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff, and the sizes of files."""
+    use_bases(session, tools_base())
+    session.run("python", "-m", "ruff", "check", "--no-cache", ".")
+    session.run("python", "-m", "ruff", "format", "--no-cache", "--check", ".")
+    long = {path: len(path.read_text().splitlines()) for path in (ROOT / "packages").rglob("*.py")}
+    long = {path: lines for path, lines in long.items() if lines > 600}
+    if long:
+        session.error("; ".join(f"{path.relative_to(ROOT)} has {lines} lines" for path, lines in long.items()))
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Build all wheels, look into them, and use them in an environment with nothing shared."""
+    for pkg in SIBLINGS:
+        names = set(zipfile.ZipFile(wheel(pkg)).namelist())
+        module = module_name(pkg)
+        for needed in (f"{module}/py.typed", f"{module}/_version.py"):
+            if needed not in names:
+                session.error(f"{pkg}: the wheel lacks {needed}")
+        strays = [name for name in names if name.split("/")[0] != module and ".dist-info/" not in name]
+        if strays:
+            session.error(f"{pkg}: the wheel holds {', '.join(strays)}")
+        if not any(name.endswith("licenses/LICENSE") for name in names):
+            session.error(f"{pkg}: the wheel lacks its licence")
+    session.run("python", "-m", "pip", "install", "-q", "-c", str(CONSTRAINTS), *wheels_of("moe-train"), env=QUIET)
+    install_wheels(session, "moe-train")
+    session.run("python", "-m", "pip", "check", env=QUIET)
+    session.run("moe-train", "--help", silent=True)
+    session.run("moe-train", "doctor", env=QUIET)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Train the tiny model on real text."""
+    use_bases(session, tools_base())
+    install_wheels(session, "moe-train")
+    session.run("moe-train", "run", *(session.posargs or ["tiny_moe"]))

@@ -1,0 +1,121 @@
+"""`LocalDispatcher`: all experts on one rank. Nothing travels; dispatch is the permutation alone.
+
+Shape legend: T tokens here, K choices per token, D model, R rows after dispatch, E experts.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_comm.checks import check_routing, check_tokens
+from moe_comm.config import LocalConfig
+from moe_comm.dispatcher import EXACT, Capabilities, Dispatched, DispatcherPlugin, Parcel, Plan, Sizing
+from moe_comm.errors import MoeCommError
+from moe_kernels import MoeKernelsError, Routing
+from moe_kernels.permute import RowMap, permute, permute_probs, row_map, unpermute
+from moe_parallel import Groups, Pending
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPlan(Plan):
+    """Plan of the local dispatcher.
+
+    Attributes:
+        map: which choice of which token becomes which row.
+    """
+
+    map: RowMap
+
+
+class LocalDispatcher:
+    """Dispatcher for one expert-parallel rank; a `TokenDispatcher[LocalPlan]`.
+
+    Args:
+        num_experts: E.
+    """
+
+    capabilities = Capabilities(
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}), largest_ep=1
+    )
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def plan(self, routing: Routing, sizing: Sizing = EXACT) -> LocalPlan:
+        """Lay out the rows; the host is synchronised once, for the number of rows and the check of the ids.
+
+        Raises:
+            MoeCommError: the routing or the sizing does not fit.
+        """
+        check_routing(routing, sizing, num_experts=self.num_experts, capabilities=self.capabilities)
+        try:
+            rows = row_map(routing.ids_TK, self.num_experts, row_multiple=sizing.row_multiple)
+        except MoeKernelsError as error:  # an id out of range, found by the synchronisation that row_map needs anyway
+            raise MoeCommError(str(error)) from error
+        return LocalPlan(
+            num_tokens=routing.ids_TK.shape[0],
+            num_choices=routing.ids_TK.shape[1],
+            num_local_experts=self.num_experts,
+            num_rows=rows.num_rows,
+            counts_E=rows.counts_E,
+            offsets_E=rows.offsets_E,
+            overflow=rows.counts_E.new_zeros(()),
+            map=rows,
+        )
+
+    def prepare(self, plan: LocalPlan, x_TD: Tensor, probs_TK: Tensor) -> Parcel:
+        """The tokens as they are.
+
+        Raises:
+            MoeCommError: tokens or probabilities do not fit the plan.
+        """
+        check_tokens(plan, x_TD, probs_TK, self.capabilities)
+        return Parcel(rows=x_TD, probs=probs_TK)
+
+    def exchange(self, plan: LocalPlan, parcel: Parcel) -> Pending[Parcel]:
+        """Nothing travels."""
+        return Pending.completed(parcel)
+
+    def arrange(self, plan: LocalPlan, received: Parcel) -> Dispatched:
+        """Copy each token to the rows of its experts."""
+        if received.probs is None:
+            raise MoeCommError("a parcel on the way to the experts carries probabilities, this one has none")
+        return Dispatched(
+            rows_RD=permute(received.rows, plan.map),
+            probs_R=permute_probs(received.probs, plan.map),
+            counts_E=plan.counts_E,
+            offsets_E=plan.offsets_E,
+            plan=plan,
+        )
+
+    def prepare_return(self, plan: LocalPlan, rows_RD: Tensor) -> Parcel:
+        """The expert outputs as they are.
+
+        Raises:
+            MoeCommError: the rows are not those of the plan.
+        """
+        if rows_RD.dim() != 2 or rows_RD.shape[0] != plan.num_rows:
+            raise MoeCommError(f"the plan has {plan.num_rows} rows [rows, features], not {tuple(rows_RD.shape)}")
+        return Parcel(rows=rows_RD)
+
+    def exchange_return(self, plan: LocalPlan, parcel: Parcel) -> Pending[Parcel]:
+        """Nothing travels."""
+        return Pending.completed(parcel)
+
+    def merge(self, plan: LocalPlan, received: Parcel) -> Tensor:
+        """Sum the rows of each token in the order of its choices."""
+        return unpermute(received.rows, plan.map)
+
+
+def _build(config: LocalConfig, groups: Groups, num_experts: int) -> LocalDispatcher:
+    ep = groups.size("ep")
+    if ep != 1:
+        raise MoeCommError(
+            f"dispatcher 'local' serves one expert-parallel rank, but ep = {ep}; "
+            "choose a dispatcher that communicates (comm.kind), or parallel.ep = 1"
+        )
+    return LocalDispatcher(num_experts)
+
+
+PLUGIN = DispatcherPlugin(name="local", interface_version=1, config=LocalConfig, available=lambda: None, build=_build)

@@ -1,0 +1,127 @@
+"""What the rules of the kit share: a dispatcher per rank, the cases it is put through, and a small MoE layer.
+
+Shape legend: T tokens here, K choices per token, D model, R rows here after dispatch, E experts on this rank.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from moe_comm.dispatcher import (
+    EXACT,
+    Capabilities,
+    Dispatched,
+    DispatcherPlugin,
+    Plan,
+    Sizing,
+    TokenDispatcher,
+    combine,
+    dispatch,
+)
+from moe_comm.testing.cases import Case, Inputs, edge_cases, few_cases, random_cases
+from moe_comm.testing.reference import Row, apply_experts
+from moe_comm.testing.verdict import poisoned_memory
+from moe_parallel import AxisGroups, Groups
+from moe_parallel.testing import run_threads
+
+T = TypeVar("T")
+
+EXACT_TO = 1e-9  # float64, values of order one
+SAME_SUM = 1e-12  # float64, the same terms in another order
+
+
+class Harness:
+    """Base of all rules; the attributes are those of `DispatcherConformance`."""
+
+    plugin: ClassVar[DispatcherPlugin[Any]]
+    config: ClassVar[Any]
+    worlds: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)
+    roundings: ClassVar[int] = 1
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """Run every test that takes `world` once per world."""
+        if "world" in metafunc.fixturenames:
+            metafunc.parametrize("world", self.worlds)
+
+    def on_cases(self, cases: list[Case], on_rank: Callable[[Case, int, TokenDispatcher[Any]], T]) -> list[list[T]]:
+        """Run `on_rank(case, rank, dispatcher)` on every rank for every case; results by case, then by rank."""
+
+        def run(rank: int, groups: AxisGroups) -> list[T]:
+            return [on_rank(case, rank, self.build(groups, case.num_experts)) for case in cases]
+
+        with poisoned_memory():
+            by_rank = run_threads(cases[0].world, run)
+        return [list(results) for results in zip(*by_rank, strict=True)]
+
+    def build(self, groups: Groups, num_experts: int) -> TokenDispatcher[Any]:
+        return self.plugin.build(self.config, groups, num_experts)
+
+    def capabilities(self, world: int) -> Capabilities:
+        return run_threads(world, lambda rank, groups: self.build(groups, 3 * world).capabilities)[0]
+
+    def hidden(self, world: int) -> int:
+        multiple = self.capabilities(world).hidden_multiple
+        return multiple * (1 if multiple >= 5 else 6)
+
+    def edge_cases(self, world: int) -> list[Case]:
+        return edge_cases(world, hidden=self.hidden(world), largest_top_k=self.capabilities(world).largest_top_k)
+
+    def few_cases(self, world: int) -> list[Case]:
+        return few_cases(self.edge_cases(world))
+
+    def random_cases(self, world: int) -> list[Case]:
+        limit = self.capabilities(world).largest_top_k
+        return list(random_cases(world, 6, hidden=self.hidden(world), largest_top_k=limit))
+
+    def dtypes(self) -> list[torch.dtype]:
+        return sorted(self.capabilities(self.worlds[0]).dtypes, key=str)
+
+
+def local_experts(case: Case, rank: int) -> Tensor:
+    return case.experts()[rank * case.local_experts : (rank + 1) * case.local_experts].clone()
+
+
+def send(dispatcher: TokenDispatcher[Any], given: Inputs, sizing: Sizing = EXACT) -> tuple[Dispatched, Plan]:
+    plan = dispatcher.plan(given.routing(), sizing)
+    return dispatch(dispatcher, plan, given.x_TD, given.probs_TK), plan
+
+
+def experts(sent: Dispatched, experts_EDD: Tensor) -> Tensor:
+    rows_RD = apply_experts(sent.rows_RD, sent.offsets_E.tolist(), experts_EDD)
+    return rows_RD * sent.probs_R.unsqueeze(1).to(rows_RD.dtype)
+
+
+def layer(dispatcher: TokenDispatcher[Any], plan: Plan, x_TD: Tensor, probs_TK: Tensor, experts_EDD: Tensor) -> Tensor:
+    """The MoE layer: dispatch, experts, combine."""
+    return combine(dispatcher, plan, experts(dispatch(dispatcher, plan, x_TD, probs_TK), experts_EDD))
+
+
+def layer_with_grads(
+    dispatcher: TokenDispatcher[Any], plan: Plan, given: Inputs, experts_EDD: Tensor, *, recompute: bool = False
+) -> list[Tensor]:
+    """Output, and the gradients of tokens, probabilities and local experts."""
+    leaves = [*given.leaves(), experts_EDD.clone().requires_grad_()]
+
+    def run(*leaves: Tensor) -> Tensor:
+        return layer(dispatcher, plan, *leaves)
+
+    if recompute:
+        # Ranks are threads here and share the generator whose state checkpoint would save and restore.
+        y_TD = cast(Tensor, checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=False))
+    else:
+        y_TD = run(*leaves)
+    return [y_TD.detach(), *torch.autograd.grad(y_TD, leaves, given.grad_TD)]
+
+
+def content(case: Case, rows: list[Row]) -> tuple[Tensor, Tensor]:
+    """The tokens and probabilities that these rows stand for."""
+    inputs = [case.inputs(rank) for rank in range(case.world)]
+    x_TD = torch.cat([given.x_TD for given in inputs])
+    probs_TK = torch.cat([given.probs_TK for given in inputs])
+    first = [sum(case.tokens[:rank]) for rank in range(case.world)]
+    tokens = torch.tensor([first[row.rank] + row.token for row in rows], dtype=torch.int64)
+    choices = torch.tensor([row.choice for row in rows], dtype=torch.int64)
+    return x_TD[tokens], probs_TK[tokens, choices]

@@ -1,0 +1,81 @@
+"""The experts' feed-forward networks, over rows that are grouped by expert.
+
+Shape legend: R rows, E experts here, D model, F features of an expert.
+"""
+
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moe_kernels.activation import Activation, gated_activation
+from moe_kernels.dtypes import internal_dtype
+from moe_kernels.grouped_gemm import GroupedGemm, grouped_gemm
+
+ProbsOn = Literal["activation", "output", "input"]
+
+
+class ExpertCompute(Protocol):
+    """Rows at their experts to rows of the same order and shape; fused implementations replace it whole."""
+
+    def __call__(self, rows_RD: Tensor, probs_R: Tensor, offsets_E: Tensor) -> Tensor:
+        """Expert e owns the rows `offsets[e-1]:offsets[e]` (int32, inclusive, on the device); later rows give zero.
+
+        `probs_R` is the weight of each row in the internal dtype; it gets a gradient.
+        """
+
+
+class GroupedExperts(nn.Module):
+    """y_r = p_r · (act(x_r W_gate) * (x_r W_up)) W2 of the row's expert, two grouped GEMMs around one fused activation.
+
+    Parameters, uninitialised: `w1_EDF` [E, D, 2F], gate and up side by side, and `w2_EFD` [E, F, D].
+
+    Args:
+        num_experts: E, experts of this rank.
+        model_features: D.
+        expert_features: F.
+        activation: `silu` or `gelu`.
+        probs_on: where the probability is multiplied in. `activation` (before W2) and `output` are equal, W2 being
+            linear without bias; `activation` keeps least for the backward pass. `input` scales x before W1, which is
+            another function.
+        backend: computes the grouped products.
+        dtype, device: of the parameters.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        model_features: int,
+        expert_features: int,
+        *,
+        activation: Activation = "silu",
+        probs_on: ProbsOn = "activation",
+        backend: GroupedGemm,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation: Activation = activation
+        self.probs_on: ProbsOn = probs_on
+        self.backend = backend
+        w1_EDF = torch.empty(num_experts, model_features, 2 * expert_features, dtype=dtype, device=device)
+        w2_EFD = torch.empty(num_experts, expert_features, model_features, dtype=dtype, device=device)
+        self.w1_EDF = nn.Parameter(w1_EDF)
+        self.w2_EFD = nn.Parameter(w2_EFD)
+
+    def forward(self, rows_RD: Tensor, probs_R: Tensor, offsets_E: Tensor) -> Tensor:
+        """See `ExpertCompute`; the host is synchronised where the backend does."""
+        if self.probs_on == "input":
+            rows_RD = _scaled(rows_RD, probs_R)
+        h_RF2 = grouped_gemm(rows_RD, self.w1_EDF, offsets_E, self.backend)
+        a_RF = gated_activation(h_RF2, probs_R if self.probs_on == "activation" else None, self.activation)
+        y_RD = grouped_gemm(a_RF, self.w2_EFD, offsets_E, self.backend)
+        return _scaled(y_RD, probs_R) if self.probs_on == "output" else y_RD
+
+    def extra_repr(self) -> str:
+        experts, model, twice = self.w1_EDF.shape
+        return f"{experts}, {model}, {twice // 2}, activation={self.activation}, probs_on={self.probs_on}"
+
+
+def _scaled(rows_RD: Tensor, probs_R: Tensor) -> Tensor:
+    return (rows_RD.to(internal_dtype(rows_RD.dtype)) * probs_R[:, None]).to(rows_RD.dtype)

@@ -1,0 +1,90 @@
+"""RMSNorm (arXiv 1910.07467) with statistics in the internal dtype.
+
+Shape legend: R rows (all leading dims), D features.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from moe_kernels.dtypes import internal_dtype
+from moe_kernels.passes import row_slices
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * weight over the last dim, in the dtype of x, rounded once.
+
+    x is [.., D], weight [D]. Kept for the backward pass: x, the weight and one number per row.
+    """
+    return _rms_norm(x, weight, eps)
+
+
+class RMSNorm(nn.Module):
+    """`rms_norm` with a weight of its own, which is uninitialised.
+
+    Args:
+        features: D.
+        eps: added to the mean square.
+        dtype, device: of the weight.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        eps: float,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(features, dtype=dtype, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        internal = internal_dtype(x.dtype)
+        x_RD = x.reshape(-1, x.shape[-1])
+        y_RD = x_RD.new_empty(x_RD.shape)
+        # One over the root mean square of each row.
+        scale_R1 = x_RD.new_empty(x_RD.shape[0], 1, dtype=internal)
+        w_D = weight_D.to(internal)
+        for rows in row_slices(x_RD):
+            row = x_RD[rows].to(internal)
+            scale = torch.linalg.vector_norm(row, dim=-1, keepdim=True, out=scale_R1[rows])
+            scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+            torch.mul(row * scale, w_D, out=y_RD[rows])
+        ctx.save_for_backward(x_RD, weight_D, scale_R1)
+        return y_RD.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_RD, weight_D, scale_R1 = ctx.saved_tensors
+        internal = internal_dtype(x_RD.dtype)
+        grad_RD = grad.reshape(x_RD.shape)
+        dx_RD = x_RD.new_empty(x_RD.shape)
+        w_D = weight_D.to(internal)
+        dw_D = torch.zeros_like(w_D)
+        for rows in row_slices(x_RD):
+            row, g, scale = x_RD[rows].to(internal), grad_RD[rows].to(internal), scale_R1[rows]
+            g_row = g * row
+            # dx = s g w - s³ x (g·w·x) / D and dw = sum over rows of s g x: both sums are matrix-vector products.
+            dot = torch.mv(g_row, w_D)[:, None]
+            dw_D.addmv_(g_row.t(), scale[:, 0])
+            dot.mul_(scale).mul_(scale).mul_(scale).div_(-x_RD.shape[1])
+            torch.addcmul(torch.mul(g, w_D, out=g_row).mul_(scale), row, dot, out=dx_RD[rows])
+        return dx_RD.view(grad.shape), dw_D.to(weight_D.dtype), None
+
+
+_rms_norm: Callable[..., Tensor] = _RMSNorm.apply

@@ -1,0 +1,83 @@
+"""Rotary positions (arXiv 2104.09864), in the half-split convention of Llama and Qwen.
+
+Feature i of a head and feature i + F/2 are a pair that is turned by the angle position * base^(-2i/F).
+Shape legend: B sequences, S slots, H heads, D features of a head, F rotated features.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_kernels.dtypes import internal_dtype
+from moe_kernels.errors import MoeKernelsError
+from moe_kernels.passes import row_slices
+
+
+def rope_tables(position_BS: Tensor, rotary_features: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and signed sine of every angle, each [B, S, F], for `apply_rope`; made once per batch.
+
+    Both halves of the cosine are equal; the first half of the sine is negative, as the rotation needs it.
+
+    Args:
+        position_BS: integer positions.
+        rotary_features: F, even.
+        base: of the geometric series of frequencies.
+        dtype: of the tensors to rotate; the tables are in its internal dtype.
+
+    Raises:
+        MoeKernelsError: odd F.
+    """
+    if rotary_features % 2:
+        raise MoeKernelsError(
+            f"rotary positions turn pairs of features, so {rotary_features} of them cannot be rotated"
+        )
+    internal = internal_dtype(dtype)
+    exponent = torch.arange(0, rotary_features, 2, dtype=internal, device=position_BS.device) / rotary_features
+    angle = position_BS[..., None].to(internal) / base**exponent
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def apply_rope(x_BSHD: Tensor, cos_BSF: Tensor, sin_BSF: Tensor) -> Tensor:
+    """Rotate the first F features of every head; the others pass through. In the dtype of x, rounded once.
+
+    Only the tables are kept for the backward pass, which rotates by the negative angle.
+
+    Raises:
+        MoeKernelsError: heads narrower than the tables.
+    """
+    if x_BSHD.shape[-1] < cos_BSF.shape[-1]:
+        raise MoeKernelsError(f"heads of {x_BSHD.shape[-1]} features cannot rotate {cos_BSF.shape[-1]} of them")
+    return _rope(x_BSHD, cos_BSF, sin_BSF)
+
+
+def _rotate(x_BSHD: Tensor, cos_BSF: Tensor, sin_BSF: Tensor, sign: float) -> Tensor:
+    rotated = cos_BSF.shape[-1]
+    y_BSHD = x_BSHD.new_empty(x_BSHD.shape)
+    for slots in row_slices(x_BSHD, 1):
+        x = x_BSHD[:, slots, :, :rotated].to(cos_BSF.dtype)
+        cos, sin = cos_BSF[:, slots, None], sin_BSF[:, slots, None]
+        # Swapping the halves is a roll; with the sign in the table no negated copy is needed.
+        torch.addcmul(x * cos, x.roll(rotated // 2, -1), sin, value=sign, out=y_BSHD[:, slots, :, :rotated])
+    if rotated < x_BSHD.shape[-1]:
+        y_BSHD[..., rotated:] = x_BSHD[..., rotated:]
+    return y_BSHD
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BSHD: Tensor, cos_BSF: Tensor, sin_BSF: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_BSF, sin_BSF)
+        return _rotate(x_BSHD, cos_BSF, sin_BSF, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSHD: Tensor) -> tuple[Tensor, None, None]:
+        cos_BSF, sin_BSF = ctx.saved_tensors
+        return _rotate(grad_BSHD, cos_BSF, sin_BSF, -1.0), None, None
+
+
+_rope: Callable[..., Tensor] = _Rope.apply

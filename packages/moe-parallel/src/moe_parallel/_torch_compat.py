@@ -1,0 +1,104 @@
+"""Names of torch that are private or differ between releases; nothing else in this package uses such names.
+
+They are reached by module name, untyped, because torch does not export them.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, wraps
+from importlib import import_module
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+THREADED_BACKEND = "moe_threads"
+
+Observer = Callable[[ProcessGroup, str], AbstractContextManager[object]]
+OperatorHandler = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+@contextmanager
+def threaded_world() -> Iterator[None]:
+    """Give every thread its own `torch.distributed` world while the context is open."""
+    threaded, c10d = _threaded(), import_module("torch._C._distributed_c10d")
+    hook = sys.excepthook  # every init_process_group puts another "[rank0]:" in front of it
+    c10d._set_thread_isolation_mode(True)  # else the registry of functional collectives is one for all threads
+    threaded._install_threaded_pg()
+    threaded.ProcessLocalGroup.reset()
+    try:
+        yield
+    finally:
+        stop_threaded_collectives()
+        threaded._uninstall_threaded_pg()
+        c10d._set_thread_isolation_mode(False)
+        sys.excepthook = hook
+
+
+def stop_threaded_collectives() -> None:
+    """End every thread that waits in a collective of a threaded world, or will enter one, with `SystemExit`."""
+    group_type = _threaded().ProcessLocalGroup
+    group_type._terminate.set()
+    with group_type._coll_lock:
+        open_collectives = list(group_type._cur_coll_on_pgs.values())
+    for collective in open_collectives:
+        for condition in (collective._start_cond, collective._done_cond):
+            with condition:
+                condition.notify_all()
+
+
+@cache
+def register_threaded_backend(observe: Observer) -> None:
+    """Register `THREADED_BACKEND`: torch's threaded group with `observe(group, name)` around each collective."""
+    base = _threaded().ProcessLocalGroup
+    methods = {name: _observed(getattr(base, name), name, observe) for name in threaded_collectives()}
+    observed_group = type("ObservedGroup", (base,), methods)
+
+    def create(store: object, rank: int, size: int, timeout: object) -> ProcessGroup:
+        group: ProcessGroup = observed_group(rank, size)
+        _threaded()._store_based_barrier(rank, store, "", size, timeout)
+        return group
+
+    dist.Backend.register_backend(THREADED_BACKEND, create, devices=["cpu"])
+
+
+def threaded_collectives() -> list[str]:
+    """Names of the methods of torch's threaded group that communicate; they differ between releases."""
+    silent = {"__init__", "__repr__", "size", "getBackendName"}
+    members = vars(_threaded().ProcessLocalGroup).items()
+    return [name for name, member in members if inspect.isfunction(member) and name not in silent]
+
+
+def operator_mode(handle: OperatorHandler) -> AbstractContextManager[object]:
+    """A context in which `handle(operator, args, kwargs)` runs in place of every operator that this thread calls."""
+    base = import_module("torch.utils._python_dispatch").TorchDispatchMode
+
+    def dispatch(
+        mode: object, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return handle(func, args, kwargs or {})
+
+    # torch otherwise imports its compiler (2 s) to keep it out of `__torch_dispatch__`.
+    members = {"__torch_dispatch__": dispatch, "_should_skip_dynamo": classmethod(lambda mode_type: False)}
+    mode: AbstractContextManager[object] = type("OperatorMode", (base,), members)()
+    return mode
+
+
+def in_memory_store() -> Any:
+    """A key-value store that the threads of this process share."""
+    return import_module("torch.distributed").HashStore()
+
+
+def _threaded() -> Any:
+    return import_module("torch.testing._internal.distributed.multi_threaded_pg")
+
+
+def _observed(method: Callable[..., object], name: str, observe: Observer) -> Callable[..., object]:
+    @wraps(method)
+    def call(group: ProcessGroup, *args: object, **kwargs: object) -> object:
+        with observe(group, name):
+            return method(group, *args, **kwargs)
+
+    return call

@@ -1,0 +1,44 @@
+"""What may be imported without torch, and what a configuration dataclass promises."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+import moe_parallel
+from moe_parallel import ParallelConfig, ParallelLayout, Problem
+
+
+def test_configuration_and_layout_do_not_import_torch():
+    code = (
+        "import sys, moe_parallel.config, moe_parallel.layout, moe_parallel.problem, moe_parallel.sharding\n"
+        "heavy = {'torch', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_config_is_frozen_and_keyword_only():
+    config = ParallelConfig(ep=4)
+    assert dataclasses.asdict(config) == {"tp": 1, "cp": 1, "pp": 1, "ep": 4, "etp": 1}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.ep = 2
+    with pytest.raises(TypeError):
+        ParallelConfig(4)
+    assert ParallelConfig.__pydantic_config__ == {"extra": "forbid"}
+    assert ParallelLayout(world=8, **dataclasses.asdict(config)).edp == 2
+
+
+def test_every_public_name_can_be_reached():
+    for name in moe_parallel.__all__:
+        assert getattr(moe_parallel, name) is not None
+    assert dir(moe_parallel) == sorted(moe_parallel.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        moe_parallel.Nothing  # noqa: B018
+
+
+def test_a_problem_reads_as_one_sentence():
+    problem = Problem(key="parallel.ep", value=3, rule="3 does not divide 8", legal="1, 2", next_step="Set it to 2")
+    assert str(problem) == "parallel.ep = 3: 3 does not divide 8; legal here: 1, 2. Set it to 2"
+    assert str(Problem(key="a.b", value="x", rule="bad")) == "a.b = 'x': bad"

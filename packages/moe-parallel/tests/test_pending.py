@@ -1,0 +1,48 @@
+"""Pending: waits once, finishes once, says whether it would wait."""
+
+from moe_parallel import Pending
+
+
+class RecordingWork:
+    def __init__(self, log, name, completed=False):
+        self.log, self.name, self.completed = log, name, completed
+
+    def wait(self):
+        self.log.append(self.name)
+        self.completed = True
+
+    def is_completed(self):
+        return self.completed
+
+
+def test_a_completed_value_needs_no_waiting():
+    pending = Pending.completed(7)
+    assert pending.done()
+    assert pending.wait() == 7
+
+
+def test_waits_for_all_work_in_order_and_then_finishes_once():
+    log = []
+
+    def finish(value):
+        log.append("finish")
+        return value + 1
+
+    pending = Pending(1, [RecordingWork(log, "a"), RecordingWork(log, "b")], finish)
+    assert not pending.done()
+    assert log == [], "nothing is awaited before wait()"
+    assert pending.wait() == 2
+    assert log == ["a", "b", "finish"]
+    assert pending.wait() == 2
+    assert log == ["a", "b", "finish"], "the second wait neither waits nor finishes again"
+    assert pending.done()
+
+
+def test_done_needs_every_part():
+    log = []
+    parts = [RecordingWork(log, "a", completed=True), RecordingWork(log, "b")]
+    pending = Pending(0, parts)
+    assert not pending.done()
+    parts[1].completed = True
+    assert pending.done()
+    assert log == [], "asking does not wait"

@@ -1,0 +1,144 @@
+"""From configuration to a training that can run: every choice of backend is made here, in one visible order."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from moe_comm.registry import build_dispatcher
+from moe_kernels import internal_dtype
+from moe_kernels.grouped_gemm import select_grouped_gemm
+from moe_memory.data_parallel import DataParallelEngine, build_engine
+from moe_memory.initialise import initialise
+from moe_memory.recompute import activation_policy
+from moe_parallel import AxisGroups, Groups, LocalAttention
+from moe_train.config.tree import TrainConfig
+from moe_train.data.corpus import load_documents
+from moe_train.data.entropy import TextEntropy, text_entropy
+from moe_train.data.source import TokenSource, WindowSource
+from moe_train.data.tokenizer import ByteTokenizer
+from moe_train.errors import MoeTrainError
+from moe_train.models.flops import ModelCosts
+from moe_train.models.parameters import parameter_specs
+from moe_train.models.spec import ModelParts
+from moe_train.plugins import MODELS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Where tokens come from.
+
+    Attributes:
+        tokenizer: text to tokens and back.
+        train: endless, shuffled batches.
+        valid: the held-out windows in the order of the text.
+        entropy: of the whole corpus.
+    """
+
+    tokenizer: ByteTokenizer
+    train: TokenSource
+    valid: WindowSource
+    entropy: TextEntropy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Everything that one step needs.
+
+    Attributes:
+        model: called with (token_BS, info, scale); its parameters belong to the engine.
+        engine: gradients in, weights out.
+        parameter_names: global names of all parameters.
+        dtype: internal dtype, of losses and weights of losses.
+        costs: parameter counts and FLOPs of the model.
+    """
+
+    config: TrainConfig
+    device: torch.device
+    groups: Groups
+    data: Data
+    model: nn.Module
+    engine: DataParallelEngine
+    parameter_names: tuple[str, ...]
+    dtype: torch.dtype
+    costs: ModelCosts
+
+
+def assemble(config: TrainConfig) -> Training:
+    """Build a training from a validated configuration.
+
+    Sets torch's thread count and deterministic mode for the process, as `train.threads` and `train.deterministic` say.
+
+    Raises:
+        MoeTrainError and the packages' own errors: a chosen backend cannot run here.
+    """
+    device = _device(config.train.device)
+    if config.train.threads is not None:
+        torch.set_num_threads(config.train.threads)
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    # Deterministic mode also fills fresh memory with NaN, a debugging aid that costs a pass over every buffer.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+    dtype: torch.dtype = getattr(torch, config.memory.compute_dtype)
+    groups = AxisGroups()
+    data = load_data(config)
+
+    family = MODELS.get_available(config.model.kind)
+    parts = ModelParts(
+        attention=LocalAttention(),
+        dispatcher=build_dispatcher(config.comm, groups, config.model.num_experts),
+        grouped_gemm=select_grouped_gemm(config.kernels.grouped_gemm, dtype, device.type),
+        activations=activation_policy(config.memory.recompute),
+        dtype=dtype,
+        expert_parallel=groups.size("ep"),
+    )
+    with device:
+        model = family.build(config.model, data.tokenizer.vocab_size, parts)
+    specs = parameter_specs(model, family.expert_parameters)
+    initialise(model, specs, family.init_rules(config.model), config.train.seed)
+    engine = build_engine(
+        config.memory, config.optim, groups, compute_dtype=dtype, keep_internal=family.internal_parameters
+    )
+    return Training(
+        config=config,
+        device=device,
+        groups=groups,
+        data=data,
+        model=engine.wrap(model, specs),
+        engine=engine,
+        parameter_names=tuple(specs),
+        dtype=internal_dtype(dtype),
+        costs=family.costs(config.model, data.tokenizer.vocab_size),
+    )
+
+
+def load_data(config: TrainConfig) -> Data:
+    """Tokenise the corpus and split it: the last `data.valid_fraction` of its tokens is held out."""
+    tokenizer = ByteTokenizer()
+    tokens = tokenizer.encode_documents(load_documents(config.data.corpus))
+    split = tokens.size - int(tokens.size * config.data.valid_fraction)
+    length = config.data.sequence_length
+    return Data(
+        tokenizer=tokenizer,
+        train=WindowSource(
+            tokens[:split],
+            sequence_length=length,
+            batch_sequences=config.train.global_batch_sequences,
+            seed=config.data.seed,
+        ),
+        valid=WindowSource(
+            tokens[split:], sequence_length=length, batch_sequences=config.train.microbatch_sequences, seed=None
+        ),
+        entropy=text_entropy(tokens, tokenizer.vocab_size),
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise MoeTrainError(
+            "train.device = 'cuda': this torch sees no CUDA device; `moe-train doctor` says what it sees, "
+            "and train.device = 'auto' takes the CPU then"
+        )
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)

@@ -1,0 +1,133 @@
+"""`moe-train run`: train a recipe in a run directory."""
+
+import logging
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from moe_train.cli import EXIT_INTERRUPTED
+from moe_train.cli.arguments import Settings, add_settings, command_parser, parse_settings
+from moe_train.config.explain import diff_toml
+from moe_train.config.load import load_config
+from moe_train.config.toml import to_toml
+from moe_train.config.tree import TrainConfig
+from moe_train.errors import MoeTrainError
+from moe_train.observe.environment import environment, versions
+from moe_train.run_directory import RunDirectory, next_free_directory
+
+logger = logging.getLogger("moe_train")
+
+DESCRIPTION = """\
+Train a recipe.
+
+    moe-train run tiny_moe
+    moe-train run tiny_moe model.num_experts=16 optim.lr=1e-3
+    moe-train run runs/tiny_moe-1/config.toml train.steps=600
+    moe-train run tiny_moe --run-dir runs/tiny_moe-1 --resume
+"""
+
+
+def main(arguments: list[str]) -> int:
+    parser = command_parser("run", DESCRIPTION)
+    add_settings(parser)
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/RECIPE-N with the next free N")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --run-dir from its last checkpoint")
+    options, settings = parse_settings(parser, arguments)
+    config = load_config(settings.recipe, settings.files, settings.overrides).config
+    directory = options.run_dir
+    run = _resumable(directory, config) if options.resume else _new(directory, config, settings, arguments)
+    print(f"run directory: {run.path}")
+    with logging_to(run.log):
+        if options.resume:
+            _compare_versions(run)
+        from moe_train.loop import train
+
+        try:
+            train(config, run, resume=options.resume)
+        except KeyboardInterrupt:
+            logger.info("interrupted")
+            print(f"interrupted; to continue: {_resume_command(run)}", file=sys.stderr)
+            return EXIT_INTERRUPTED
+    print(f"report: {run.report}  checkpoints: {run.checkpoints}  metrics: {run.metrics}")
+    return 0
+
+
+def _new(directory: Path | None, config: TrainConfig, settings: Settings, arguments: list[str]) -> RunDirectory:
+    path = next_free_directory(Path("runs"), _run_name(settings.recipe)) if directory is None else directory
+    command = shlex.join(["moe-train", "run", *arguments])
+    described = environment(recipe=settings.recipe, command=command, seed=config.train.seed)
+    return RunDirectory.create(path, config_toml=to_toml(config), command=command, environment=described)
+
+
+def _run_name(recipe: str) -> str:
+    if not recipe.endswith(".toml"):
+        return recipe
+    path = Path(recipe)
+    return path.resolve().parent.name if path.name == "config.toml" else path.stem
+
+
+def _resumable(directory: Path | None, config: TrainConfig) -> RunDirectory:
+    if directory is None:
+        raise MoeTrainError("--resume needs --run-dir: which run is to be continued?")
+    run = RunDirectory.open(directory)
+    differences = diff_toml(run.config, config)
+    if differences:
+        lines = "".join(f"\n  {difference}" for difference in differences)
+        raise MoeTrainError(
+            f"{directory} was started with another configuration, so continuing it would not be the same run:{lines}\n"
+            f"To continue it as it was: {_resume_command(run)}"
+        )
+    return run
+
+
+def _resume_command(run: RunDirectory) -> str:
+    return shlex.join(["moe-train", "run", str(run.config), "--run-dir", str(run.path), "--resume"])
+
+
+def _compare_versions(run: RunDirectory) -> None:
+    before, now = run.read_environment().get("versions", {}), versions()
+    changed = [f"{name} {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]]
+    if changed:
+        logger.warning("resumed with other versions, so bits may differ: %s", ", ".join(changed))
+
+
+@contextmanager
+def logging_to(path: Path) -> Iterator[None]:
+    """Log to a file and to standard error; only here do loggers get handlers."""
+    file = logging.FileHandler(path, encoding="utf-8")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    screen = _StandardError()
+    screen.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    screen.setLevel(logging.WARNING)
+    root = logging.getLogger()
+    packages = [logging.getLogger(name) for name in _PACKAGES]
+    levels = [package.level for package in packages]
+    for package in packages:
+        package.setLevel(logging.INFO)
+    for handler in (file, screen):
+        root.addHandler(handler)
+    try:
+        yield
+    except BaseException:
+        logger.exception("the run ended with an error")
+        raise
+    finally:
+        for handler in (file, screen):
+            root.removeHandler(handler)
+            handler.close()
+        for package, level in zip(packages, levels, strict=True):
+            package.setLevel(level)
+
+
+class _StandardError(logging.Handler):
+    """Writes to the standard error of the moment, which a live display on the terminal replaces."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # A traceback belongs into the file; the caller of `main` says on the screen what was wrong.
+        if record.exc_info is None:
+            sys.stderr.write(self.format(record) + "\n")
+
+
+_PACKAGES = ("moe_parallel", "moe_kernels", "moe_comm", "moe_memory", "moe_train")

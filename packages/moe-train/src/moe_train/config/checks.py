@@ -1,0 +1,85 @@
+"""The rules of a configuration beyond types: those of each section, and those between sections."""
+
+from dataclasses import fields
+from typing import Any
+
+from moe_kernels.registry import Registry
+from moe_parallel.layout import ParallelLayout
+from moe_parallel.problem import Problem
+from moe_train.config.tree import TrainConfig
+from moe_train.data.corpus import CORPORA
+from moe_train.plugins import SINKS
+
+
+def section_problems(config: TrainConfig) -> list[Problem]:
+    """What sections say about themselves through `problems()`; a section without rules has none."""
+    found: list[Problem] = []
+    for field in fields(config):
+        problems = getattr(getattr(config, field.name), "problems", None)
+        if problems is not None:
+            found += problems()
+    return found
+
+
+def cross_problems(config: TrainConfig, world: int) -> list[Problem]:
+    """Rules that involve several sections or what is installed; the sections themselves must be legal."""
+    parallel = {field.name: getattr(config.parallel, field.name) for field in fields(config.parallel)}
+    layout = ParallelLayout(world=world, **parallel)
+    return [
+        *layout.problems(num_experts=config.model.num_experts),
+        *_batch_problems(config),
+        *_installed_problems(config),
+    ]
+
+
+def _batch_problems(config: TrainConfig) -> list[Problem]:
+    train, found = config.train, []
+    if train.microbatch_sequences % train.balance_sequences:
+        legal = [n for n in range(1, train.microbatch_sequences + 1) if train.microbatch_sequences % n == 0]
+        found.append(
+            Problem(
+                key="train.balance_sequences",
+                value=train.balance_sequences,
+                rule=f"must divide train.microbatch_sequences = {train.microbatch_sequences}",
+                legal=", ".join(map(str, legal)),
+            )
+        )
+    if train.microbatch_sequences > train.global_batch_sequences:
+        found.append(
+            Problem(
+                key="train.microbatch_sequences",
+                value=train.microbatch_sequences,
+                rule=f"is more than a whole step has, train.global_batch_sequences = {train.global_batch_sequences}",
+                legal=f"1 to {train.global_batch_sequences}",
+            )
+        )
+    if train.valid_interval_steps is not None and config.data.valid_fraction == 0:
+        found.append(
+            Problem(
+                key="data.valid_fraction",
+                value=0.0,
+                rule=f"leaves nothing to validate on every train.valid_interval_steps = {train.valid_interval_steps}",
+                next_step="give a share above 0",
+            )
+        )
+    return found
+
+
+def _installed_problems(config: TrainConfig) -> list[Problem]:
+    from moe_kernels.grouped_gemm import GROUPED_GEMM
+
+    found = _missing("kernels.grouped_gemm", config.kernels.grouped_gemm, GROUPED_GEMM, "auto")
+    for sink in config.observe.sinks:
+        found += _missing("observe.sinks", sink, SINKS)
+    if config.data.corpus not in CORPORA:
+        legal = ", ".join(sorted(CORPORA))
+        found.append(Problem(key="data.corpus", value=config.data.corpus, rule="no such corpus ships", legal=legal))
+    return found
+
+
+def _missing(key: str, name: str, registry: Registry[Any], *also: str) -> list[Problem]:
+    legal = [*also, *registry.names()]
+    if name in legal:
+        return []
+    rule = f"no {registry.noun} of this name is installed"
+    return [Problem(key=key, value=name, rule=rule, legal=", ".join(legal))]

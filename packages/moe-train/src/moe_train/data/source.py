@@ -1,0 +1,124 @@
+"""`TokenSource`: batches in a fixed global order, with a state that continues it exactly."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moe_train.data.batch import Batch
+from moe_train.errors import MoeTrainError
+
+
+class TokenSource(Protocol):
+    """An endless supply of global batches.
+
+    The order of sequences depends on the data and the seed only. `state` after a batch, given to `load_state` of a
+    fresh source over the same data, makes it continue with the next batch; nothing that was read ahead is lost.
+    """
+
+    def next_batch(self) -> Batch:
+        """The next global batch; it may have fewer sequences than usual where an epoch ends."""
+
+    def state(self) -> dict[str, int]:
+        """The position in the order, as JSON values."""
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        """Continue from a state.
+
+        Raises:
+            MoeTrainError: the state belongs to other data or another batch size.
+        """
+
+
+class WindowSource:
+    """Non-overlapping windows of one long token sequence, in another order every epoch.
+
+    A window has S input slots; its targets are the same tokens shifted by one. The last window may be shorter and is
+    padded. Every token but the first is a target exactly once per epoch.
+
+    Args:
+        tokens: int32, at least two.
+        sequence_length: S.
+        batch_sequences: sequences of a batch; the last batch of an epoch holds what is left.
+        seed: of the order. None keeps the order of the text, in every epoch.
+    """
+
+    def __init__(
+        self, tokens: npt.NDArray[np.int32], *, sequence_length: int, batch_sequences: int, seed: int | None
+    ) -> None:
+        if tokens.size < 2:
+            raise MoeTrainError(f"a token source needs at least 2 tokens, got {tokens.size}")
+        self._tokens = tokens
+        self._sequence_length = sequence_length
+        self._batch_sequences = batch_sequences
+        self._seed = seed
+        self._epoch = 0
+        self._position = 0
+        self._order = self._epoch_order()
+
+    @property
+    def num_sequences(self) -> int:
+        """Windows in one epoch."""
+        return -(-(self._tokens.size - 1) // self._sequence_length)
+
+    def next_batch(self) -> Batch:
+        if self._position == self.num_sequences:
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._epoch_order()
+        stop = min(self._position + self._batch_sequences, self.num_sequences)
+        batch = self._windows(self._order[self._position : stop])
+        self._position = stop
+        return batch
+
+    def rewind(self) -> None:
+        """Start again with the first batch of the first epoch."""
+        self._epoch, self._position = 0, 0
+        self._order = self._epoch_order()
+
+    def state(self) -> dict[str, int]:
+        return {"epoch": self._epoch, "position": self._position, **self._identity()}
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        expected = self._identity()
+        found = {key: state.get(key) for key in expected}
+        if found != expected:
+            raise MoeTrainError(f"the saved data position belongs to other data: it has {found}, here is {expected}")
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._order = self._epoch_order()
+
+    def _identity(self) -> dict[str, int]:
+        return {
+            "num_tokens": int(self._tokens.size),
+            "sequence_length": self._sequence_length,
+            "batch_sequences": self._batch_sequences,
+            "seed": -1 if self._seed is None else self._seed,
+        }
+
+    def _epoch_order(self) -> npt.NDArray[np.int64]:
+        index = np.arange(self.num_sequences, dtype=np.int64)
+        if self._seed is None:
+            return index
+        return np.argsort(_mix(index.astype(np.uint64), self._seed, self._epoch), kind="stable")
+
+    def _windows(self, numbers: npt.NDArray[np.int64]) -> Batch:
+        length = self._sequence_length
+        slot_BS = numbers[:, None] * length + np.arange(length)
+        last = self._tokens.size - 1
+        valid_BS = slot_BS < last
+        token_BS = self._tokens[np.minimum(slot_BS, last)]
+        target_BS = self._tokens[np.minimum(slot_BS + 1, last)]
+        return Batch.from_rows(
+            torch.from_numpy(token_BS.astype(np.int64)),
+            torch.from_numpy(target_BS.astype(np.int64)),
+            torch.from_numpy(valid_BS),
+        )
+
+
+def _mix(index: npt.NDArray[np.uint64], seed: int, epoch: int) -> npt.NDArray[np.uint64]:
+    """SplitMix64 of (seed, epoch, index): an order that no library version can change."""
+    x = index + np.uint64((seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03) % 2**64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,172 @@
+"""The training loop: batches in, steps, records, validation, checkpoints, and a report at the end."""
+
+import json
+import logging
+import math
+import time
+from typing import Any
+
+import torch
+from moe_memory.measure import PeakMemory
+
+from moe_train.assemble import Training, assemble
+from moe_train.config.tree import TrainConfig
+from moe_train.data.corpus import CORPORA
+from moe_train.errors import MoeTrainError
+from moe_train.evaluate import validation_loss
+from moe_train.generate import generate_text
+from moe_train.observe.console import Console
+from moe_train.observe.record import LoadRecord, StepRecord, ValidRecord
+from moe_train.observe.report import write_report
+from moe_train.observe.sink import MetricSink, open_sinks
+from moe_train.progress import Progress, restore, save
+from moe_train.run_directory import RunDirectory
+from moe_train.scale import LoadWindow
+from moe_train.step import StepResult, run_step
+
+logger = logging.getLogger(__name__)
+
+LARGEST_SKIP_RUN = 10
+SAMPLE_TEMPERATURE = 0.8
+
+
+def train(config: TrainConfig, run: RunDirectory, *, resume: bool) -> None:
+    """Train as configured and leave metrics, checkpoints, a summary and a report in the run directory.
+
+    With `resume` it continues from the newest complete checkpoint there, or from the start where there is none; the
+    metrics of later steps are dropped, so that an interrupted run ends with the same files as an uninterrupted one.
+
+    Raises:
+        MoeTrainError: the checkpoint does not fit, or too many steps in a row had a non-finite loss or gradient norm.
+    """
+    training = assemble(config)
+    progress = restore(training, run) if resume else Progress.start(training)
+    sinks = open_sinks(config.observe.sinks, run, progress.step)
+    console = Console(config, training.costs, start_step=progress.step)
+    try:
+        _steps(training, run, progress, sinks, console)
+        _finish(training, run, progress)
+    finally:
+        console.close()
+        for sink in sinks:
+            sink.close()
+    logger.info("report: %s", write_report(run))
+
+
+def _steps(
+    training: Training, run: RunDirectory, progress: Progress, sinks: list[MetricSink], console: Console
+) -> None:
+    config = training.config
+    memory = PeakMemory(training.device)
+    while progress.step < config.train.steps:
+        started = time.perf_counter()
+        batch = training.data.train.next_batch()
+        with memory.phase("step"):
+            result = run_step(training, batch, updates=progress.updates, window=_window(training, progress))
+        _advance(progress, result)
+        record = _record(training, progress, result, time.perf_counter() - started, memory.peaks_bytes["step"])
+        load = LoadRecord(step=progress.step, counts=result.statistics.counts.tolist())
+        for sink in sinks:
+            sink.write(record)
+            sink.write(load)
+        console.step(record)
+        if progress.skipped_in_a_row > LARGEST_SKIP_RUN:
+            raise MoeTrainError(
+                f"{progress.skipped_in_a_row} steps in a row had a non-finite loss or gradient norm, up to step "
+                f"{progress.step}; the last good weights are in {run.checkpoints}"
+            )
+        if _due(progress.step, config.train.valid_interval_steps) or progress.step == config.train.steps:
+            valid = _validate(training, progress.step)
+            for sink in sinks:
+                sink.write(valid)
+            console.valid(valid)
+        if _due(progress.step, config.checkpoint.interval_steps) or progress.step == config.train.steps:
+            save(training, run, progress)
+
+
+def _due(step: int, interval_steps: int | None) -> bool:
+    return interval_steps is not None and step % interval_steps == 0
+
+
+def _window(training: Training, progress: Progress) -> LoadWindow | None:
+    return progress.window if training.config.model.balance.glob > 0 else None
+
+
+def _advance(progress: Progress, result: StepResult) -> None:
+    progress.step += 1
+    progress.tokens += result.scale.num_tokens
+    if result.skipped:
+        progress.skipped_in_a_row += 1
+        bad = [str(layer) for layer, rows in enumerate(result.statistics.bad_rows.tolist()) if rows]
+        logger.warning(
+            "step %d skipped: loss %s, gradient norm %s%s",
+            progress.step,
+            result.loss,
+            result.gradient_norm,
+            f"; router logits not finite in layers {', '.join(bad)}" if bad else "",
+        )
+        return
+    progress.updates += 1
+    progress.skipped_in_a_row = 0
+    progress.window = LoadWindow(counts_LE=result.statistics.counts, num_tokens=result.scale.num_tokens)
+
+
+def _record(
+    training: Training, progress: Progress, result: StepResult, step_seconds: float, peak_bytes: int
+) -> StepRecord:
+    statistics = result.statistics
+    counts_LE = statistics.counts.to(torch.float64)
+    rate = result.scale.num_tokens / step_seconds
+    return StepRecord(
+        step=progress.step,
+        loss=result.loss,
+        lr=result.learning_rate,
+        gnorm=result.gradient_norm,
+        balance=float((counts_LE.amax(1) / counts_LE.mean(1)).mean()),
+        dead=int((statistics.counts == 0).sum()),
+        num_experts=statistics.counts.numel(),
+        drop=int(statistics.dropped.sum()),
+        aux_loss=float(statistics.aux.mean()),
+        seq_loss=float(statistics.seq.mean()),
+        global_loss=float(statistics.glob.mean()),
+        z_loss=float(statistics.z.mean()),
+        tokens=progress.tokens,
+        skipped=result.skipped,
+        step_seconds=step_seconds,
+        tokens_per_second=rate,
+        flops_per_second=rate * training.costs.flops_matmul(training.config.data.sequence_length),
+        memory_peak_bytes=peak_bytes,
+        eta_seconds=(training.config.train.steps - progress.step) * step_seconds,
+    )
+
+
+def _validate(training: Training, step: int) -> ValidRecord:
+    loss = validation_loss(training, training.config.train.valid_sequences)
+    return ValidRecord(step=step, valid_loss=loss, valid_bits_per_byte=loss / math.log(2))
+
+
+def _finish(training: Training, run: RunDirectory, progress: Progress) -> None:
+    config, costs, entropy = training.config, training.costs, training.data.entropy
+    summary: dict[str, Any] = {
+        "steps": progress.step,
+        "tokens": progress.tokens,
+        "parameters": {"total": costs.parameters, "active": costs.active_parameters},
+        "flops_per_token": {
+            "flops_matmul": costs.flops_matmul(config.data.sequence_length),
+            "flops_published": costs.flops_published(config.data.sequence_length),
+        },
+        "corpus": {
+            "name": config.data.corpus,
+            "licence": CORPORA[config.data.corpus].licence,
+            "sha256": CORPORA[config.data.corpus].sha256,
+            "unigram_nats": entropy.unigram_nats,
+            "bigram_nats": entropy.bigram_nats,
+        },
+    }
+    if config.observe.sample_tokens > 0:
+        prompt = config.observe.sample_prompt
+        text = generate_text(
+            training, prompt, config.observe.sample_tokens, temperature=SAMPLE_TEMPERATURE, seed=config.train.seed
+        )
+        summary["sample"] = {"prompt": prompt, "text": text, "temperature": SAMPLE_TEMPERATURE}
+    run.summary.write_text(json.dumps(summary, indent=2) + "\n")

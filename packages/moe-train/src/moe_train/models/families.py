@@ -1,0 +1,39 @@
+"""The model families that come with the package. Importing this module does not import torch."""
+
+from typing import TYPE_CHECKING
+
+from moe_train.models.config import DecoderConfig
+from moe_train.models.flops import decoder_costs
+from moe_train.models.spec import MODEL_INTERFACE_VERSION, ModelParts, ModelSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from moe_memory.initialise import InitRule
+
+
+def _build(config: DecoderConfig, vocab_size: int, parts: ModelParts) -> "nn.Module":
+    from moe_train.models.decoder import Decoder
+
+    return Decoder(config, vocab_size, parts)
+
+
+def _init_rules(config: DecoderConfig) -> "Sequence[tuple[str, InitRule]]":
+    from moe_train.models.decoder import decoder_init_rules
+
+    return decoder_init_rules(config)
+
+
+DECODER = ModelSpec(
+    name="decoder",
+    interface_version=MODEL_INTERFACE_VERSION,
+    config=DecoderConfig,
+    available=lambda: None,
+    build=_build,
+    init_rules=_init_rules,
+    expert_parameters="*.experts.*",
+    internal_parameters=("*.router.weight",),
+    costs=decoder_costs,
+)

@@ -1,0 +1,125 @@
+"""The Mixture-of-Experts layer: where router, dispatcher and experts meet, each behind its Protocol.
+
+The layer is a list of steps over an explicit state, tagged by what they occupy; `forward` runs the list. It names no
+backend. Shape legend: B sequences, S slots, T = B*S tokens, D model, K choices, R rows after dispatch, E experts.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from moe_comm import Parcel, Plan, TokenDispatcher
+from moe_kernels import Routing
+from moe_kernels.experts import ExpertCompute
+from moe_memory.recompute import Replay
+from moe_parallel import Pending, Step, StepKind, run_steps
+from moe_train.models.router import Router
+from moe_train.models.statistics import RouterStatistics
+from moe_train.scale import MicrobatchScale
+
+
+@dataclass
+class MoEState:
+    """What the steps of one layer hand to each other. A step deletes what no later step needs.
+
+    Attributes:
+        x_TD: tokens.
+        valid_T: bool, False for padding, which is routed nowhere.
+        scale: weights of the balance losses; None in evaluation.
+        replay: remembers choices and plan, so that a recomputed forward repeats them.
+    """
+
+    x_TD: Tensor
+    valid_T: Tensor
+    scale: MicrobatchScale | None
+    replay: Replay
+    routing: Routing = field(init=False)
+    probs_TK: Tensor = field(init=False)
+    losses: dict[str, Tensor] = field(init=False)
+    plan: Plan = field(init=False)
+    parcel: Parcel = field(init=False)
+    in_flight: Pending[Parcel] = field(init=False)
+    y_TD: Tensor = field(init=False)
+
+
+class MoELayer(nn.Module):
+    """y_t = sum over the chosen experts e of p_te * expert_e(x_t) (numerics §5).
+
+    Args:
+        router: chooses experts.
+        dispatcher: moves tokens to the ranks of their experts and back.
+        experts: computes on rows that are grouped by local expert.
+    """
+
+    def __init__(self, router: Router, dispatcher: TokenDispatcher[Any], experts: ExpertCompute) -> None:
+        super().__init__()
+        self.router = router
+        self.dispatcher = dispatcher
+        self.experts = experts
+        self.steps = (
+            Step("route", StepKind.COMPUTE, self._route),
+            Step("plan", StepKind.EXCHANGE, self._plan),
+            Step("prepare", StepKind.COMPUTE, self._prepare),
+            Step("exchange", StepKind.EXCHANGE, self._exchange),
+            Step("experts", StepKind.COMPUTE, self._experts),
+            Step("exchange_return", StepKind.EXCHANGE, self._exchange_return),
+            Step("merge", StepKind.COMPUTE, self._merge),
+        )
+
+    def forward(
+        self, x_BSD: Tensor, valid_BS: Tensor, scale: MicrobatchScale | None, replay: Replay
+    ) -> tuple[Tensor, RouterStatistics]:
+        """Output [B, S, D] and what the router did; padding tokens give zero."""
+        x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
+        state = MoEState(x_TD=x_TD, valid_T=valid_BS.reshape(-1), scale=scale, replay=replay)
+        run_steps(self.steps, state)
+        return state.y_TD.view(x_BSD.shape), _statistics(state)
+
+    def _route(self, state: MoEState) -> None:
+        routing, logits_TE = self.router(state.x_TD, state.valid_T, state.replay.recall("ids"))
+        state.replay.remember("ids", routing.ids_TK)
+        state.routing = routing
+        if state.scale is None:
+            state.probs_TK, state.losses = routing.probs_TK, {}
+        else:
+            state.probs_TK, state.losses = self.router.balanced(routing, logits_TE, state.scale)
+
+    def _plan(self, state: MoEState) -> None:
+        plan = state.replay.recall("plan")
+        state.plan = self.dispatcher.plan(state.routing) if plan is None else plan
+        state.replay.remember("plan", state.plan)
+
+    def _prepare(self, state: MoEState) -> None:
+        state.parcel = self.dispatcher.prepare(state.plan, state.x_TD, state.probs_TK)
+        del state.x_TD, state.probs_TK
+
+    def _exchange(self, state: MoEState) -> None:
+        state.in_flight = self.dispatcher.exchange(state.plan, state.parcel)
+        del state.parcel
+
+    def _experts(self, state: MoEState) -> None:
+        dispatched = self.dispatcher.arrange(state.plan, state.in_flight.wait())
+        rows_RD = self.experts(dispatched.rows_RD, dispatched.probs_R, dispatched.offsets_E)
+        state.parcel = self.dispatcher.prepare_return(state.plan, rows_RD)
+        del state.in_flight
+
+    def _exchange_return(self, state: MoEState) -> None:
+        state.in_flight = self.dispatcher.exchange_return(state.plan, state.parcel)
+        del state.parcel
+
+    def _merge(self, state: MoEState) -> None:
+        state.y_TD = self.dispatcher.merge(state.plan, state.in_flight.wait())
+        del state.in_flight
+
+
+def _statistics(state: MoEState) -> RouterStatistics:
+    routing = state.routing
+    zero = routing.probs_TK.new_zeros(())
+    counts = routing.counts_E()
+    return RouterStatistics(
+        counts=counts,
+        dropped=state.valid_T.sum() * routing.ids_TK.shape[1] - counts.sum() + state.plan.overflow,
+        bad_rows=routing.bad_rows,
+        **{name: state.losses.get(name, zero) for name in ("aux", "seq", "glob", "z")},
+    )

@@ -1,0 +1,42 @@
+"""Router statistics: what one forward reports about its routing. They are results, never hidden state.
+
+A layer returns them beside its output, so a recomputed forward cannot count twice and evaluation cannot leak into
+training. Shape legend: L layers, E experts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterStatistics:
+    """Sums that add over microbatches and ranks; of one layer, or of all layers with a leading dim L.
+
+    Attributes:
+        counts: int64 [E], choices of each expert by valid tokens.
+        dropped: int64 scalar, choices of valid tokens that reached no expert.
+        bad_rows: int64 scalar, tokens whose router logits were not finite.
+        aux, seq, glob, z: the losses of numerics §2 with the weights of the step and without coefficient, detached, so
+            that their sum over microbatches is the logged value; zero where a loss is not used.
+    """
+
+    counts: Tensor
+    dropped: Tensor
+    bad_rows: Tensor
+    aux: Tensor
+    seq: Tensor
+    glob: Tensor
+    z: Tensor
+
+    @classmethod
+    def stack(cls, layers: Sequence["RouterStatistics"]) -> "RouterStatistics":
+        """Of all layers, from those of each."""
+        return cls(**{name: torch.stack([getattr(layer, name) for layer in layers]) for name in cls.__annotations__})
+
+    def __add__(self, other: "RouterStatistics") -> "RouterStatistics":
+        return RouterStatistics(
+            **{name: value + getattr(other, name) for name, value in vars(self).items()},
+        )
