@@ -137,6 +137,7 @@ def test_every_kind_of_mistake_is_reported_once_and_none_follows_from_another(to
         ("train.threads=null", "must be a whole number or none"),
         ("observe.sinks=jsonl", "must be a list, each text"),
         ("observe.sinks=[1]", "must be a list, each text"),
+        ("train.threads=1\ntrain.steps = 5", "must be a whole number or none"),
         ("train.device=gpu", 'must be "auto" or "cpu" or "cuda"'),
     ],
 )
@@ -286,6 +287,13 @@ def test_the_layout_must_fit_the_world():
     assert load_config("tiny_moe", [], ["parallel.ep=4"], world=8).config.parallel.ep == 4
     problem = only_fault("parallel.ep=3", world=8).problem
     assert (problem.key, problem.legal) == ("parallel.ep", "1, 2, 4, 8")
+
+
+def test_one_value_that_breaks_two_rules_is_one_error_with_both():
+    problem = only_fault("parallel.ep=3").problem
+    assert "does not divide the world of 1 ranks" in problem.rule
+    assert "8 experts cannot be spread evenly" in problem.rule
+    assert problem.legal == "1"
 
 
 @pytest.mark.parametrize(

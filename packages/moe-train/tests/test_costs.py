@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
 from moe_kernels.config import RouterConfig
 from moe_train.assemble import assemble
 from moe_train.data.batch import Batch
@@ -9,8 +12,6 @@ from moe_train.models.config import DecoderConfig
 from moe_train.models.flops import decoder_costs
 from moe_train.step import microbatch_loss
 from moe_train.testing import short_corpus, small_config
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 QWEN3_30B_A3B = DecoderConfig(
     num_layers=48,

@@ -15,7 +15,7 @@ from moe_train import loop
 from moe_train.checkpoint.load import latest_checkpoint, read_index
 from moe_train.cli import main
 from moe_train.observe.record import WALL_CLOCK_FIELDS
-from moe_train.testing import ALL_LOSSES, SMALL, short_corpus
+from moe_train.testing import ALL_LOSSES, SMALL, short_corpus, small_config
 
 ARGUMENTS = [
     "run",
@@ -32,13 +32,13 @@ KILLED = -signal.SIGKILL
 
 def run_child(directory, *extra, before=lambda: None):
     """Run the command line in a forked child; its exit code, or minus the signal that ended it."""
+    with short_corpus():
+        loop.assemble(small_config())  # So that every child inherits the corpus and whatever is imported on first use.
     child = os.fork()
     if child == 0:
         code = 70
         try:
-            sink = os.open(directory.parent / "output.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-            os.dup2(sink, 1)
-            os.dup2(sink, 2)
+            sys.stdout = sys.stderr = (directory.parent / "output.txt").open("a", buffering=1)
             before()
             with short_corpus():
                 code = main([*ARGUMENTS, "--run-dir", str(directory), *extra])

@@ -107,7 +107,7 @@ class Parcel:
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatched:
-    """Rows at their experts, grouped by local expert; inside a group by (source rank, source token).
+    """Rows at their experts, grouped by local expert; inside a group by (source rank, source token, choice).
 
     Attributes:
         rows_RD: token rows; padding rows are zero.

@@ -80,7 +80,7 @@ class RouterConfig:
             return [("group_top_k", f"Between 1 and {self.groups} of {self.groups} groups can be open to a token.")]
         found = []
         open_experts = self.group_top_k * (num_experts // self.groups)
-        if self.top_k > open_experts:
+        if self.groups > 1 and self.top_k > open_experts:
             found.append(
                 (
                     "top_k",

@@ -73,14 +73,14 @@ def route(
     if valid_T is not None:
         bad_T = bad_T & valid_T
         logits_TE = logits_TE.masked_fill(~valid_T[:, None], 0)
-    if ids_TK is None and valid_T is None:
+    all_chosen = ids_TK is None and valid_T is None
+    if ids_TK is None:
         ids_TK = _choose(logits_TE.detach(), config, bias_E)
+    if valid_T is not None:
+        ids_TK = ids_TK.masked_fill(~valid_T[:, None], -1)
+    if all_chosen:
         probs_TK = _weigh(logits_TE, ids_TK, config)
     else:
-        if ids_TK is None:
-            ids_TK = _choose(logits_TE.detach(), config, bias_E)
-        if valid_T is not None:
-            ids_TK = ids_TK.masked_fill(~valid_T[:, None], -1)
         probs_TK = _weigh(logits_TE, ids_TK.clamp(min=0), config).masked_fill(ids_TK < 0, 0)
     return Routing(ids_TK=ids_TK, probs_TK=probs_TK, num_experts=num_experts, bad_rows=bad_T.sum())
 
@@ -139,7 +139,7 @@ def _choose(logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | None) -> T
 def _weigh(logits_TE: Tensor, ids_TK: Tensor, config: RouterConfig) -> Tensor:
     logits_TK = logits_TE.gather(-1, ids_TK)
     if config.score == "sigmoid":
-        probs_TK = torch.softmax(F.logsigmoid(logits_TK), -1) if config.normalize else torch.sigmoid(logits_TK)
+        probs_TK = (torch.sigmoid(logits_TK) / torch.sigmoid(logits_TK).sum(-1, keepdim=True)) if config.normalize else torch.sigmoid(logits_TK)
     elif config.normalize or config.softmax_order == "after_topk":
         # Softmax over all, divided by the sum of the chosen, is softmax over the chosen.
         probs_TK = torch.softmax(logits_TK, -1)

@@ -71,15 +71,14 @@ def ragged_ids(
 def poisoned_memory() -> Iterator[None]:
     """Fresh memory holds NaN or the largest integer, so that reading what nobody wrote shows at the first step."""
     memory: Any = torch.utils.deterministic
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
+    # Unlike torch.use_deterministic_algorithms this does not import the compiler, which takes two seconds.
+    mode, fill = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("error")
     memory.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.set_deterministic_debug_mode(mode)
         memory.fill_uninitialized_memory = fill
 
 

@@ -17,9 +17,13 @@ if TYPE_CHECKING:
         initialise as initialise,
         normal as normal,
         ones as ones,
+        zeros as zeros,
     )
     from moe_memory.measure import PeakMemory as PeakMemory, SavedBytes as SavedBytes
+    from moe_memory.optim.adamw import AdamW as AdamW
+    from moe_memory.optim.decay import is_decayed as is_decayed
     from moe_memory.optim.schedule import learning_rate as learning_rate
+    from moe_memory.precision import compute_dtypes as compute_dtypes
     from moe_memory.recompute import (
         ActivationPolicy as ActivationPolicy,
         Replay as Replay,
@@ -31,13 +35,16 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "activation_policy": "recompute",
     "ActivationPolicy": "recompute",
+    "AdamW": "optim.adamw",
     "build_engine": "data_parallel",
     "clip_factor": "data_parallel.norm",
+    "compute_dtypes": "precision",
     "constant": "initialise",
     "DataParallelEngine": "data_parallel.engine",
     "global_norm": "data_parallel.norm",
     "initialise": "initialise",
     "InitRule": "initialise",
+    "is_decayed": "optim.decay",
     "learning_rate": "optim.schedule",
     "MemoryConfig": "config",
     "MoeMemoryError": "errors",
@@ -50,6 +57,7 @@ _MODULE_OF = {
     "SavedBytes": "measure",
     "StateTensor": "data_parallel.engine",
     "Zero1": "data_parallel",
+    "zeros": "initialise",
 }
 
 __all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604

@@ -6,7 +6,7 @@ float32 on the CPU and cast, so that layouts, devices and compute dtypes agree.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import prod
 from types import EllipsisType
@@ -46,6 +46,11 @@ def ones() -> InitRule:
     return constant(1.0)
 
 
+def zeros() -> InitRule:
+    """Zero everywhere, as for biases."""
+    return constant(0.0)
+
+
 @torch.no_grad()
 def initialise(
     model: nn.Module, specs: Mapping[str, ShardSpec], rules: Sequence[tuple[str, InitRule]], seed: int
@@ -58,13 +63,20 @@ def initialise(
         seed: of the run.
 
     Raises:
-        MoeMemoryError: a parameter without spec or rule, or a rule that no parameter reaches; nothing was filled.
+        MoeMemoryError: a parameter without spec or rule or of another shape than its spec, or a rule that no parameter
+            reaches; nothing was filled.
     """
     parameters = dict(model.named_parameters())
     missing = [name for name in parameters if name not in specs]
     if missing:
         raise MoeMemoryError(f"no spec for the parameters {', '.join(missing)}")
-    chosen = {name: _first_match(name, rules) for name in parameters}
+    for name, parameter in parameters.items():
+        if tuple(parameter.shape) != specs[name].shape:
+            raise MoeMemoryError(
+                f"the parameter {name} has shape {tuple(parameter.shape)} here and {specs[name].shape} globally; whole "
+                f"parameters are needed in this release"
+            )
+    chosen = _first_matches(parameters, rules)
     unreached = [pattern for index, (pattern, _) in enumerate(rules) if index not in chosen.values()]
     if unreached:
         raise MoeMemoryError(
@@ -79,13 +91,22 @@ def initialise(
             parameter[rows].copy_(values)
 
 
-def _first_match(name: str, rules: Sequence[tuple[str, InitRule]]) -> int:
-    for index, (pattern, _) in enumerate(rules):
-        if fnmatchcase(name, pattern):
-            return index
-    raise MoeMemoryError(
-        f"no initial-value pattern matches the parameter {name}; patterns are {', '.join(repr(p) for p, _ in rules)}"
-    )
+def _first_matches(names: Iterable[str], rules: Sequence[tuple[str, InitRule]]) -> dict[str, int]:
+    """Index of the first rule that matches, by name."""
+    found: dict[str, int] = {}
+    unmatched = []
+    for name in names:
+        index = next((index for index, (pattern, _) in enumerate(rules) if fnmatchcase(name, pattern)), None)
+        if index is None:
+            unmatched.append(name)
+        else:
+            found[name] = index
+    if unmatched:
+        raise MoeMemoryError(
+            f"no initial-value pattern matches the parameters {', '.join(unmatched)}; "
+            f"patterns are {', '.join(repr(pattern) for pattern, _ in rules)}"
+        )
+    return found
 
 
 def _units(spec: ShardSpec) -> Sequence[slice | EllipsisType]:

@@ -9,28 +9,54 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from moe_memory.errors import MoeMemoryError
 
 T = TypeVar("T")
 
 
 class Replay:
-    """What one forward of one unit decided. It lives as long as the autograd graph of that forward."""
+    """What one forward of one unit decided. It lives as long as the autograd graph of that forward.
+
+    `once` is for a decision that stands alone; `recall` and `remember` are for one that is made in the middle of work
+    which the second pass has to repeat (choices among scores that need a gradient).
+    """
 
     def __init__(self) -> None:
         self._memory: dict[str, Any] = {}
+
+    def once(self, name: str, compute: Callable[[], T]) -> T:
+        """The value of `compute()`, which is called in the first pass only."""
+        if name not in self._memory:
+            self.remember(name, compute())
+        value: T = self._memory[name]
+        return value
 
     def recall(self, name: str) -> Any:
         """What was remembered under the name; None in the first pass."""
         return self._memory.get(name)
 
     def remember(self, name: str, value: Any) -> None:
-        """Keep a decision for the second pass: something without gradient. The first value stays."""
+        """Keep a decision for the second pass; the first value stays.
+
+        Raises:
+            MoeMemoryError: a tensor that requires a gradient; its graph is that of the first pass, which is discarded.
+        """
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise MoeMemoryError(
+                f"{name!r} requires a gradient and cannot be remembered; detach it, or compute it twice"
+            )
         self._memory.setdefault(name, value)
 
 
 class ActivationPolicy(Protocol):
-    """What happens to the activations of a unit between its forward and its backward; the seam of the policies."""
+    """What happens to the activations of a unit between its forward and its backward; the seam of the policies.
+
+    Values and gradients are those of the plain call. A policy may call the function again in the backward pass, with the
+    same replay and the random state of the first call, and discard what it returns.
+    """
 
     def run(self, unit: str, function: Callable[..., T], replay: Replay, *args: Any) -> T:
         """Call `function(replay, *args)`; `unit` is the name by which the policy may tell units apart."""

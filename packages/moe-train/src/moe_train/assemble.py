@@ -75,7 +75,8 @@ def assemble(config: TrainConfig) -> Training:
     device = _device(config.train.device)
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
-    torch.use_deterministic_algorithms(config.train.deterministic)
+    # As torch.use_deterministic_algorithms, which also imports torch's compiler: two seconds.
+    torch.set_deterministic_debug_mode("error" if config.train.deterministic else "default")
     # Deterministic mode also fills fresh memory with NaN, a debugging aid that costs a pass over every buffer.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 

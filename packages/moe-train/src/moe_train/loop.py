@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 import torch
-from moe_memory.measure import PeakMemory
 
+from moe_memory.measure import PeakMemory
 from moe_train.assemble import Training, assemble
 from moe_train.config.tree import TrainConfig
 from moe_train.data.corpus import CORPORA

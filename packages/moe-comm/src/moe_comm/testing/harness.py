@@ -57,39 +57,49 @@ class Harness:
         return [list(results) for results in zip(*by_rank, strict=True)]
 
     def build(self, groups: Groups, num_experts: int) -> TokenDispatcher[Any]:
+        """The dispatcher of one rank."""
         return self.plugin.build(self.config, groups, num_experts)
 
     def capabilities(self, world: int) -> Capabilities:
+        """What a dispatcher built for this many ranks says of itself."""
         return run_threads(world, lambda rank, groups: self.build(groups, 3 * world).capabilities)[0]
 
     def hidden(self, world: int) -> int:
+        """A number of features that the dispatcher carries and that differs from the other sizes."""
         multiple = self.capabilities(world).hidden_multiple
         return multiple * (1 if multiple >= 5 else 6)
 
     def edge_cases(self, world: int) -> list[Case]:
+        """Routings at the edge, within the limits of the dispatcher."""
         return edge_cases(world, hidden=self.hidden(world), largest_top_k=self.capabilities(world).largest_top_k)
 
     def few_cases(self, world: int) -> list[Case]:
+        """The edge cases that differ most."""
         return few_cases(self.edge_cases(world))
 
     def random_cases(self, world: int) -> list[Case]:
+        """Random routings, within the limits of the dispatcher."""
         limit = self.capabilities(world).largest_top_k
         return list(random_cases(world, 6, hidden=self.hidden(world), largest_top_k=limit))
 
     def dtypes(self) -> list[torch.dtype]:
+        """The dtypes that the dispatcher carries."""
         return sorted(self.capabilities(self.worlds[0]).dtypes, key=str)
 
 
 def local_experts(case: Case, rank: int) -> Tensor:
+    """The matrices of the experts of a rank."""
     return case.experts()[rank * case.local_experts : (rank + 1) * case.local_experts].clone()
 
 
 def send(dispatcher: TokenDispatcher[Any], given: Inputs, sizing: Sizing = EXACT) -> tuple[Dispatched, Plan]:
+    """Plan and dispatch."""
     plan = dispatcher.plan(given.routing(), sizing)
     return dispatch(dispatcher, plan, given.x_TD, given.probs_TK), plan
 
 
 def experts(sent: Dispatched, experts_EDD: Tensor) -> Tensor:
+    """Each row times its expert's matrix and its probability."""
     rows_RD = apply_experts(sent.rows_RD, sent.offsets_E.tolist(), experts_EDD)
     return rows_RD * sent.probs_R.unsqueeze(1).to(rows_RD.dtype)
 

@@ -31,8 +31,8 @@ class _GroupedGemm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x_RK, w_EKN, offsets_E = ctx.saved_tensors
-        # The gradient of a sum has strides of zero, which kernels refuse.
-        grad_RN = grad_RN.contiguous()
+        # The gradient of a sum has strides of zero, which kernels refuse; without elements it passes for contiguous.
+        grad_RN = grad_RN.contiguous() if grad_RN.numel() else grad_RN.new_empty(grad_RN.shape)
         needs_x, needs_w = ctx.needs_input_grad[:2]
         return (
             ctx.backend.dgrad(grad_RN, w_EKN, offsets_E) if needs_x else None,

@@ -1,13 +1,14 @@
 """Data-parallel engines behind one seam."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from moe_memory.config import MemoryConfig, OptimConfig
 from moe_memory.data_parallel.engine import DataParallelEngine as DataParallelEngine, StateTensor as StateTensor
 from moe_memory.data_parallel.zero1 import Zero1 as Zero1
-from moe_parallel import Groups
+from moe_memory.optim.decay import is_decayed
+from moe_parallel import Groups, ShardSpec
 
 
 def build_engine(
@@ -17,7 +18,10 @@ def build_engine(
     *,
     compute_dtype: torch.dtype,
     keep_internal: Sequence[str] = (),
+    decayed: Callable[[ShardSpec], bool] = is_decayed,
 ) -> DataParallelEngine:
-    """The engine that the configuration names."""
+    """The engine that the configuration names; the arguments are those of `Zero1`."""
     engines = {"zero1": Zero1}
-    return engines[memory.data_parallel](optim, groups, compute_dtype=compute_dtype, keep_internal=keep_internal)
+    return engines[memory.data_parallel](
+        optim, groups, compute_dtype=compute_dtype, keep_internal=keep_internal, decayed=decayed
+    )

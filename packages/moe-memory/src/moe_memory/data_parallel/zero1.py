@@ -5,7 +5,7 @@ reduction is one operation on one tensor. Parameters become views of the bucket:
 they compute in the master's dtype, else of a copy in the compute dtype.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels import internal_dtype
+from moe_memory._torch_compat import write_count
 from moe_memory.config import OptimConfig
 from moe_memory.data_parallel.engine import StateTensor
 from moe_memory.errors import MoeMemoryError
+from moe_memory.optim.adamw import AdamW
 from moe_memory.optim.decay import is_decayed
 from moe_memory.precision import compute_dtypes
 from moe_parallel import Box, Groups, ParameterKind, ShardSpec
@@ -29,30 +31,31 @@ class _BucketKey:
     kind: ParameterKind
     decayed: bool
     compute_dtype: torch.dtype
-    device: torch.device
 
 
 class _Bucket:
     """Flat storage of parameters that behave alike."""
 
-    def __init__(self, key: _BucketKey, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, key: _BucketKey, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
         self.key = key
         self.parameters = dict(parameters)
-        starts, size = {}, 0
+        self._starts, size = {}, 0
         for name, parameter in parameters.items():
-            starts[name] = size
+            self._starts[name] = size
             size += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
-        self._starts = starts
         dtype = internal_dtype(key.compute_dtype)
-        self.master = torch.zeros(size, dtype=dtype, device=key.device)
+        self.master = torch.zeros(size, dtype=dtype, device=device)
         self.grad = torch.zeros_like(self.master)
         self.compute = self.master
         if key.compute_dtype != dtype:
-            self.compute = torch.zeros(size, dtype=key.compute_dtype, device=key.device)
+            self.compute = torch.zeros(size, dtype=key.compute_dtype, device=device)
         for name, parameter in parameters.items():
             self.view(self.master, name).copy_(parameter.detach())
             self.view(self.compute, name).copy_(parameter.detach())
             parameter.data = self.view(self.compute, name)
+        # `.data` gives each view a count of writes of its own: it tells whether a backward has added to it.
+        self._grad_views = {name: self.view(self.grad, name).data for name in parameters}
+        self._writes_seen = dict.fromkeys(parameters, 0)
         self.clear_gradients()
 
     def view(self, flat: Tensor, name: str) -> Tensor:
@@ -61,37 +64,57 @@ class _Bucket:
 
     def collect(self, name: str) -> None:
         """Move the gradient of one backward into the main gradient, unless autograd added it there itself."""
-        parameter = self.parameters[name]
-        if parameter.grad is None:
+        parameter, main = self.parameters[name], self._grad_views[name]
+        in_place = parameter.grad is main
+        if parameter.grad is None or (in_place and write_count(main) == self._writes_seen[name]):
             raise MoeMemoryError(
                 f"the parameter {name} got no gradient in this backward; one without effect must have a zero gradient"
             )
-        if self.compute is not self.master:
-            self.view(self.grad, name).add_(parameter.grad)
-            parameter.grad = None
+        if not in_place:
+            main.add_(parameter.grad)
+            self._offer(name)
+        self._writes_seen[name] = write_count(main)
 
     def clear_gradients(self) -> None:
         self.grad.zero_()
-        for name, parameter in self.parameters.items():
-            # Where dtypes agree autograd accumulates in place, straight into the bucket.
-            parameter.grad = self.view(self.grad, name) if self.compute is self.master else None
+        for name in self.parameters:
+            self._offer(name)
+
+    def refresh(self) -> None:
+        """Bring the compute weights up to the master weights."""
+        if self.compute is not self.master:
+            self.compute.copy_(self.master)
+
+    def _offer(self, name: str) -> None:
+        """Where dtypes agree let autograd accumulate straight into the bucket."""
+        self.parameters[name].grad = self._grad_views[name] if self.compute is self.master else None
 
 
 class Zero1:
-    """The default data-parallel engine, with AdamW in at least float32 (torch's fused implementation).
+    """The default data-parallel engine, with AdamW in at least float32.
+
+    Every parameter must get a gradient in every backward before it is reported as ready: an expert without tokens has a
+    zero gradient, not an absent one, so an absent one is a mistake and raises.
 
     Args:
         config: of the optimizer.
         groups: `dp`, `cp` and `edp` must have one rank each in this release.
         compute_dtype: dtype of weights and activations.
         keep_internal: patterns of global names that compute in the internal dtype all the same.
+        decayed: which parameters have weight decay.
 
     Raises:
         MoeMemoryError: more than one data-parallel rank, or a call out of order.
     """
 
     def __init__(
-        self, config: OptimConfig, groups: Groups, *, compute_dtype: torch.dtype, keep_internal: Sequence[str] = ()
+        self,
+        config: OptimConfig,
+        groups: Groups,
+        *,
+        compute_dtype: torch.dtype,
+        keep_internal: Sequence[str] = (),
+        decayed: Callable[[ShardSpec], bool] = is_decayed,
     ) -> None:
         for axis in ("dp", "cp", "edp"):
             if groups.size(axis) > 1:
@@ -101,96 +124,85 @@ class Zero1:
         self._config = config
         self._compute_dtype = compute_dtype
         self._keep_internal = keep_internal
+        self._decayed = decayed
         self._buckets: list[_Bucket] = []
         self._specs: dict[str, ShardSpec] = {}
         self._bucket_of: dict[str, _Bucket] = {}
+        # Parameters of which the last gradient of this step is still to come.
+        self._open: set[str] = set()
         self._finished = False
-        self._updates = 0
 
     def wrap(self, model: nn.Module, specs: Mapping[str, ShardSpec]) -> nn.Module:
         """Move the parameters into buckets; their values stay. Returns the same module."""
         if self._buckets:
             raise MoeMemoryError("this engine owns a model already; build another engine for another model")
         parameters = dict(model.named_parameters())
-        if parameters.keys() != specs.keys():
-            different = sorted(parameters.keys() ^ specs.keys())
-            raise MoeMemoryError(
-                f"parameters and specs must have the same names; they differ in {', '.join(different)}"
-            )
+        device = _check_parameters(parameters, specs)
         dtypes = compute_dtypes(parameters, self._compute_dtype, self._keep_internal)
         members: dict[_BucketKey, dict[str, nn.Parameter]] = {}
         for name, parameter in parameters.items():
             spec = specs[name]
-            key = _BucketKey(spec.kind, is_decayed(spec), dtypes[name], parameter.device)
+            key = _BucketKey(spec.kind, self._decayed(spec), dtypes[name])
             members.setdefault(key, {})[name] = parameter
         self._specs = dict(specs)
-        self._buckets = [_Bucket(key, group) for key, group in members.items()]
+        self._buckets = [_Bucket(key, group, device) for key, group in members.items()]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.parameters}
-        config = self._config
-        self._optimizer = torch.optim.AdamW(
-            [
-                {"params": [bucket.master], "weight_decay": config.weight_decay if bucket.key.decayed else 0.0}
-                for bucket in self._buckets
-            ],
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            fused=True,
-        )
-        for bucket in self._buckets:
-            # What the optimizer would create at its first step, created now, so that a checkpoint can be loaded into it.
-            self._optimizer.state[bucket.master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=bucket.key.device),
-                "exp_avg": torch.zeros_like(bucket.master),
-                "exp_avg_sq": torch.zeros_like(bucket.master),
-            }
+        self._optimizer = AdamW(self._config, [(bucket.master, bucket.key.decayed) for bucket in self._buckets])
+        self._open = set(self._specs)
         return model
 
     def grads_ready(self, names: Collection[str], *, last: bool) -> None:
         unknown = [name for name in names if name not in self._bucket_of]
         if unknown:
             raise MoeMemoryError(f"this engine owns no parameters named {', '.join(unknown)}")
+        closed = [name for name in names if name not in self._open]
+        if closed:
+            raise MoeMemoryError(
+                f"gradients of {', '.join(closed)} come after their last of this step; step() or skip() begins another"
+            )
         for name in names:
             self._bucket_of[name].collect(name)
-        self._finished = False
+        if last:
+            self._open.difference_update(names)
 
     def finish(self) -> None:
+        self._require_model()
+        if self._open:
+            missing = [name for name in self._specs if name in self._open]
+            raise MoeMemoryError(f"the last gradients of {', '.join(missing)} were not reported with grads_ready()")
         self._finished = True
 
     def norm_parts(self, order: float) -> dict[str, Tensor]:
+        """As the seam says; every kind has a part, so that all ranks have the same ones."""
         self._require_finished()
-        parts: dict[str, Tensor] = {}
+        zero = self._buckets[0].grad.new_zeros(())
+        parts = {kind.value: zero for kind in ParameterKind}
         for bucket in self._buckets:
-            norm = torch.linalg.vector_norm(bucket.grad, order)
-            kind = bucket.key.kind.value
-            if order == inf:
-                parts[kind] = torch.maximum(parts[kind], norm) if kind in parts else norm
-            else:
-                parts[kind] = parts.get(kind, torch.zeros_like(norm)) + norm**order
+            if bucket.grad.numel() == 0:
+                continue
+            kind, norm = bucket.key.kind.value, torch.linalg.vector_norm(bucket.grad, order)
+            parts[kind] = torch.maximum(parts[kind], norm) if order == inf else parts[kind] + norm**order
         return parts
 
     def step(self, learning_rate: float, gradient_factor: Tensor | float) -> None:
         self._require_finished()
-        for bucket, group in zip(self._buckets, self._optimizer.param_groups, strict=True):
-            bucket.grad.mul_(gradient_factor)
-            bucket.master.grad = bucket.grad
-            group["lr"] = learning_rate
-        self._optimizer.step()
-        self._updates += 1
         for bucket in self._buckets:
-            bucket.master.grad = None
-            self._refresh(bucket)
-        self._clear()
+            bucket.grad.mul_(gradient_factor)
+        self._optimizer.step(learning_rate, [bucket.grad for bucket in self._buckets])
+        for bucket in self._buckets:
+            bucket.refresh()
+        self._begin_step()
 
     def skip(self) -> None:
         self._require_finished()
-        self._clear()
+        self._begin_step()
 
     def state_tensors(self) -> Iterator[StateTensor]:
-        for slot in ("master", "exp_avg", "exp_avg_sq"):
+        self._require_model()
+        for slot in ("master", *AdamW.SLOTS):
             for name, spec in self._specs.items():
                 bucket = self._bucket_of[name]
-                flat = bucket.master if slot == "master" else self._optimizer.state[bucket.master][slot]
+                flat = bucket.master if slot == "master" else self._optimizer.slot(bucket.master, slot)
                 yield StateTensor(
                     name=f"{slot}/{name}",
                     global_shape=spec.shape,
@@ -199,27 +211,55 @@ class Zero1:
                 )
 
     def state_values(self) -> dict[str, int | float]:
-        return {"updates": self._updates}
+        self._require_model()
+        return {"updates": self._optimizer.updates}
 
     def load_finished(self, values: Mapping[str, int | float]) -> None:
-        if set(values) != {"updates"}:
-            raise MoeMemoryError(f"the saved engine state has {sorted(values)}, expected ['updates']")
-        self._updates = int(values["updates"])
+        """As the seam says; gradients of a step that was begun are dropped."""
+        self._require_model()
+        updates = values.get("updates")
+        if set(values) != {"updates"} or not isinstance(updates, int) or updates < 0:
+            raise MoeMemoryError(f"the saved engine state is {dict(values)}, expected {{'updates': a count}}")
+        self._optimizer.updates = updates
         for bucket in self._buckets:
-            self._optimizer.state[bucket.master]["step"].fill_(self._updates)
-            self._refresh(bucket)
+            bucket.refresh()
+        self._begin_step()
 
-    def _refresh(self, bucket: _Bucket) -> None:
-        if bucket.compute is not bucket.master:
-            bucket.compute.copy_(bucket.master)
-
-    def _clear(self) -> None:
+    def _begin_step(self) -> None:
         for bucket in self._buckets:
             bucket.clear_gradients()
+        self._open = set(self._specs)
         self._finished = False
 
+    def _require_model(self) -> None:
+        if not self._buckets:
+            raise MoeMemoryError("this engine owns no model yet: wrap() comes first")
+
     def _require_finished(self) -> None:
+        self._require_model()
         if not self._finished:
             raise MoeMemoryError(
-                "the gradients of this step are not complete: call finish() after the last grads_ready()"
+                "the gradients of this step are not complete: finish() comes after the last grads_ready()"
             )
+
+
+def _check_parameters(parameters: Mapping[str, nn.Parameter], specs: Mapping[str, ShardSpec]) -> torch.device:
+    """The device of all parameters, if this engine can own them."""
+    if parameters.keys() != specs.keys():
+        different = sorted(parameters.keys() ^ specs.keys())
+        raise MoeMemoryError(f"parameters and specs must have the same names; they differ in {', '.join(different)}")
+    if not parameters:
+        raise MoeMemoryError("the model has no parameters, so there is nothing to train")
+    for name, parameter in parameters.items():
+        shape = tuple(parameter.shape)
+        if shape != specs[name].shape:
+            raise MoeMemoryError(
+                f"the parameter {name} has shape {shape} here and {specs[name].shape} globally; zero1 runs on whole "
+                f"parameters in this release"
+            )
+        if not parameter.requires_grad:
+            raise MoeMemoryError(f"the parameter {name} requires no gradient; zero1 trains every parameter")
+    devices = {parameter.device for parameter in parameters.values()}
+    if len(devices) > 1:
+        raise MoeMemoryError(f"all parameters must be on one device; they are on {', '.join(map(str, devices))}")
+    return devices.pop()

@@ -73,7 +73,7 @@ class _LiveLine:
             BarColumn(),
             TextColumn("{task.fields[now]}"),
         )
-        self._progress = Progress(*columns, console=RichConsole(file=stream), transient=True)
+        self._progress = Progress(*columns, console=RichConsole(file=stream), transient=True, refresh_per_second=4)
         self._task = self._progress.add_task("", total=steps, completed=start_step, now="")
         self._progress.start()
 

@@ -8,6 +8,7 @@ Shape legend: T tokens here, M most tokens of any rank, W ranks, K choices per t
 here. Tensors over all ranks are [W * M, ..], rank after rank.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -183,14 +184,8 @@ class _Transpose(torch.autograd.Function):
         return _all_to_all(grad, ctx.group), None
 
 
-def _gather(rows: Tensor, group: ProcessGroup) -> Tensor:
-    result: Tensor = _Gather.apply(rows, group)
-    return result
-
-
-def _transpose(rows: Tensor, group: ProcessGroup) -> Tensor:
-    result: Tensor = _Transpose.apply(rows, group)
-    return result
+_gather: Callable[..., Tensor] = _Gather.apply
+_transpose: Callable[..., Tensor] = _Transpose.apply
 
 
 def _build(config: AcmeConfig, groups: Groups, num_experts: int) -> AcmeDispatcher:

@@ -1,0 +1,85 @@
+"""Shape legend: B sequences, S slots, H heads, D features of a head, F rotated features."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_kernels import MoeKernelsError, apply_rope, rope_tables
+
+
+def rotated_by_complex_numbers(x_BSHD: Tensor, position_BS: Tensor, features: int, base: float) -> Tensor:
+    """Pair (i, i + F/2) as a complex number times exp(i angle)."""
+    pairs = torch.complex(x_BSHD[..., : features // 2], x_BSHD[..., features // 2 : features])
+    frequency = base ** (-2 * torch.arange(features // 2, dtype=torch.float64) / features)
+    angle = position_BS[..., None].double() * frequency
+    turned = pairs * torch.polar(torch.ones_like(angle), angle)[:, :, None]
+    return torch.cat((turned.real, turned.imag, x_BSHD[..., features:]), -1)
+
+
+@pytest.mark.parametrize("features", [4, 8])
+@pytest.mark.usefixtures("pass_size")
+def test_value_and_gradient_are_a_rotation_of_pairs(features: int) -> None:
+    x_BSHD = torch.randn(2, 9, 3, 8, dtype=torch.float64, requires_grad=True)
+    position_BS = torch.randint(0, 50, (2, 9))
+    tables = rope_tables(position_BS, features, 100.0, torch.float64)
+    assert tables[0].shape == tables[1].shape == (2, 9, features)
+    got = apply_rope(x_BSHD, *tables)
+    expected = rotated_by_complex_numbers(x_BSHD, position_BS, features, 100.0)
+    torch.testing.assert_close(got, expected)
+    grad = torch.randn_like(got)
+    torch.testing.assert_close(
+        torch.autograd.grad(got, x_BSHD, grad)[0], torch.autograd.grad(expected, x_BSHD, grad)[0]
+    )
+
+
+@pytest.mark.usefixtures("pass_size")
+def test_gradcheck() -> None:
+    x_BSHD = torch.randn(1, 5, 2, 6, dtype=torch.float64, requires_grad=True)
+    tables = rope_tables(torch.arange(5)[None], 4, 10.0, torch.float64)
+    assert torch.autograd.gradcheck(lambda x: apply_rope(x, *tables), x_BSHD)
+
+
+def test_strides_of_any_kind_are_taken() -> None:
+    """Attention kernels return gradients with heads before slots."""
+    x_BSHD = torch.randn(2, 3, 5, 4, dtype=torch.float64).transpose(1, 2)
+    position_BS = torch.arange(5).expand(2, 5)
+    got = apply_rope(x_BSHD, *rope_tables(position_BS, 4, 10.0, torch.float64))
+    torch.testing.assert_close(got, rotated_by_complex_numbers(x_BSHD, position_BS, 4, 10.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_rounded_once(dtype: torch.dtype) -> None:
+    x_BSHD = torch.randn(2, 64, 3, 8).to(dtype)
+    position_BS = torch.arange(64).expand(2, 64)
+    tables = rope_tables(position_BS, 8, 1e4, dtype)
+    assert tables[0].dtype == torch.float32
+    got = apply_rope(x_BSHD, *tables)
+    exact = rotated_by_complex_numbers(x_BSHD.double(), position_BS, 8, 1e4)
+    assert got.dtype == dtype
+    # Cancellation leaves the error of the fp32 products, so the size of the pair counts.
+    limit = exact.abs() * torch.finfo(dtype).eps / 2 + 1e-5
+    assert ((got.double() - exact).abs() <= limit).all()
+
+
+def test_equals_llama_of_transformers() -> None:
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    import transformers
+
+    rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
+    hf_config = transformers.LlamaConfig(
+        hidden_size=64, num_attention_heads=4, head_dim=16, rope_parameters=rope_parameters
+    )
+    q_BHSD, k_BHSD = torch.randn(2, 4, 12, 16), torch.randn(2, 2, 12, 16)
+    position_BS = torch.stack((torch.arange(12), torch.arange(100, 112)))
+    cos, sin = llama.LlamaRotaryEmbedding(hf_config)(q_BHSD, position_BS)
+    expected = llama.apply_rotary_pos_emb(q_BHSD, k_BHSD, cos, sin)
+    tables = rope_tables(position_BS, 16, 5e5, torch.float32)
+    for x_BHSD, want_BHSD in zip((q_BHSD, k_BHSD), expected, strict=True):
+        torch.testing.assert_close(apply_rope(x_BHSD.transpose(1, 2), *tables).transpose(1, 2), want_BHSD)
+
+
+def test_what_cannot_be_rotated_is_refused() -> None:
+    with pytest.raises(MoeKernelsError, match="7 of them"):
+        rope_tables(torch.arange(3)[None], 7, 10.0, torch.float32)
+    with pytest.raises(MoeKernelsError, match="4 features cannot rotate 6"):
+        apply_rope(torch.zeros(1, 3, 2, 4), *rope_tables(torch.arange(3)[None], 6, 10.0, torch.float32))
