@@ -58,11 +58,11 @@ class _RMSNorm(torch.autograd.Function):
         y_RD = x_RD.new_empty(x_RD.shape)
         # One over the root mean square of each row.
         scale_R1 = x_RD.new_empty(x_RD.shape[0], 1, dtype=internal)
-        w_D = weight_D.to(internal)
+        w_D, eps_1 = weight_D.to(internal), scale_R1.new_full((1,), eps)
         for rows in row_slices(x_RD):
             row = x_RD[rows].to(internal)
             scale = torch.linalg.vector_norm(row, dim=-1, keepdim=True, out=scale_R1[rows])
-            scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+            torch.addcmul(eps_1, scale, scale, value=1 / x.shape[-1], out=scale).rsqrt_()
             torch.mul(row * scale, w_D, out=y_RD[rows])
         ctx.save_for_backward(x_RD, weight_D, scale_R1)
         return y_RD.view(x.shape)

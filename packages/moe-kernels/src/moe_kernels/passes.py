@@ -5,18 +5,19 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Elements of one operand of a pass. With 1 MiB of fp32 the temporaries of a chain of operations stay in cache and
-# reuse memory that is mapped already. On one thread: cross-entropy of 1024 x 8192, forward, 10 ms and in one piece 29;
-# RMSNorm of 4096 x 1024, backward, 7.3 and 7.5 in fp32, 6.7 and 9.8 in bf16. Half or twice the size is within noise.
+# Elements of one operand of a pass, per thread. With 1 MiB of fp32 the temporaries of a chain of operations stay in
+# cache and reuse memory that is mapped already. On one thread: cross-entropy of 1024 x 8192, forward, 10 ms and in one
+# piece 29; RMSNorm of 4096 x 1024, backward, 7.3 and 7.5 in fp32, 6.7 and 9.8 in bf16. Half or twice the size is within
+# noise.
 _ELEMENTS = 262_144
 
 
 def row_slices(x: Tensor, dim: int = 0) -> Iterator[slice]:
     """Slices of x's dim that together cover it; a single one where launches cost more than memory (not on a CPU)."""
-    size = x.shape[dim]
+    size, elements = x.shape[dim], x.numel()
+    limit = _ELEMENTS * torch.get_num_threads()
     step = size
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        step = _ELEMENTS * size // max(x.numel(), 1)
-    step = max(step, 1)
-    for start in range(0, size, step):
+    if elements > limit and x.device.type == "cpu" and not torch.compiler.is_compiling():
+        step = max(limit * size // elements, 1)
+    for start in range(0, size, max(step, 1)):
         yield slice(start, start + step)

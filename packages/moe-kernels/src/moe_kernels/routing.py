@@ -139,7 +139,7 @@ def _choose(logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | None) -> T
 def _weigh(logits_TE: Tensor, ids_TK: Tensor, config: RouterConfig) -> Tensor:
     logits_TK = logits_TE.gather(-1, ids_TK)
     if config.score == "sigmoid":
-        probs_TK = (torch.sigmoid(logits_TK) / torch.sigmoid(logits_TK).sum(-1, keepdim=True)) if config.normalize else torch.sigmoid(logits_TK)
+        probs_TK = torch.softmax(F.logsigmoid(logits_TK), -1) if config.normalize else torch.sigmoid(logits_TK)
     elif config.normalize or config.softmax_order == "after_topk":
         # Softmax over all, divided by the sum of the chosen, is softmax over the chosen.
         probs_TK = torch.softmax(logits_TK, -1)

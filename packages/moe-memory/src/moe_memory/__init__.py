@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from moe_memory.initialise import (
         InitRule as InitRule,
         constant as constant,
-        initialise as initialise,
+        draw as draw,
         normal as normal,
         ones as ones,
         zeros as zeros,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
 
 # Public name to module. Loaded on first use, so that configuration and the command line work without importing torch.
+# No name is that of a module: `initialise` would be the function or the module, whichever was asked for first.
 _MODULE_OF = {
     "activation_policy": "recompute",
     "ActivationPolicy": "recompute",
@@ -41,8 +42,8 @@ _MODULE_OF = {
     "compute_dtypes": "precision",
     "constant": "initialise",
     "DataParallelEngine": "data_parallel.engine",
+    "draw": "initialise",
     "global_norm": "data_parallel.norm",
-    "initialise": "initialise",
     "InitRule": "initialise",
     "is_decayed": "optim.decay",
     "learning_rate": "optim.schedule",

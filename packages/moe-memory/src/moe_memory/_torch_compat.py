@@ -1,8 +1,11 @@
-"""What torch offers without promising it, in one place."""
+"""What this package uses of torch beyond its public interface, in one place."""
 
 from torch import Tensor
 
 
 def write_count(tensor: Tensor) -> int:
-    """How often the tensor was written to in place; views share the count, `Tensor.data` starts one of its own."""
+    """How often the memory of the tensor was written through it or its views.
+
+    `tensor.data` is the same memory with a count of its own.
+    """
     return tensor._version

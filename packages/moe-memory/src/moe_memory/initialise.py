@@ -6,16 +6,15 @@ float32 on the CPU and cast, so that layouts, devices and compute dtypes agree.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import prod
-from types import EllipsisType
 
 import torch
 from torch import Tensor, nn
 
 from moe_memory.errors import MoeMemoryError
-from moe_parallel import ParameterKind, ShardSpec
+from moe_parallel import Box, ParameterKind, ShardSpec
 
 # Largest number of elements that are drawn from one generator.
 _UNIT_ELEMENTS = 16 * 2**20
@@ -85,10 +84,29 @@ def initialise(
         )
     for name, parameter in parameters.items():
         _, rule = rules[chosen[name]]
-        for unit, rows in enumerate(_units(specs[name])):
-            values = torch.empty(parameter[rows].shape, dtype=torch.float32)
-            rule(values, _generator(seed, name, unit))
+        for rows, values in draw(specs[name], Box.whole(specs[name].shape), rule, seed):
             parameter[rows].copy_(values)
+
+
+def draw(spec: ShardSpec, box: Box, rule: InitRule, seed: int) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    """Initial values of a box of a parameter, in pieces: (index in the box, float32 values on the CPU).
+
+    Only the units that the box touches are drawn, one at a time; a unit is one expert, or has at most 16 M elements.
+    """
+    if not spec.shape:
+        values = torch.empty((), dtype=torch.float32, device="cpu")
+        rule(values, _generator(seed, spec.name, 0))
+        yield (), values
+        return
+    step = 1 if spec.kind is ParameterKind.EXPERT else max(_UNIT_ELEMENTS // max(prod(spec.shape[1:]), 1), 1)
+    first, last = box.offset[0], box.offset[0] + box.shape[0]
+    columns = tuple(slice(start, start + size) for start, size in zip(box.offset[1:], box.shape[1:], strict=True))
+    for unit in range(first // step, -(-last // step) if prod(box.shape) else 0):
+        start, stop = unit * step, min((unit + 1) * step, spec.shape[0])
+        values = torch.empty((stop - start, *spec.shape[1:]), dtype=torch.float32, device="cpu")
+        rule(values, _generator(seed, spec.name, unit))
+        low, high = max(start, first), min(stop, last)
+        yield (slice(low - first, high - first),), values[(slice(low - start, high - start), *columns)]
 
 
 def _first_matches(names: Iterable[str], rules: Sequence[tuple[str, InitRule]]) -> dict[str, int]:
@@ -109,14 +127,8 @@ def _first_matches(names: Iterable[str], rules: Sequence[tuple[str, InitRule]]) 
     return found
 
 
-def _units(spec: ShardSpec) -> Sequence[slice | EllipsisType]:
-    """Runs of dim 0 that are drawn together."""
-    if not spec.shape:
-        return [...]
-    step = 1 if spec.kind is ParameterKind.EXPERT else max(_UNIT_ELEMENTS // max(prod(spec.shape[1:]), 1), 1)
-    return [slice(start, start + step) for start in range(0, spec.shape[0], step)]
-
-
 def _generator(seed: int, name: str, unit: int) -> torch.Generator:
-    digest = hashlib.blake2b(f"{seed}/{name}/{unit}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    # torch's CPU generator keeps 32 bits of a seed. Counted from a hash of the name, units of one parameter are sure to
+    # differ; with a hash each, two experts of one tensor would be equal in one of a thousand large models.
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest()
+    return torch.Generator(device="cpu").manual_seed((int.from_bytes(digest, "little") + unit) % 2**32)

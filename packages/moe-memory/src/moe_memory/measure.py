@@ -20,7 +20,8 @@ class SavedBytes:
     """Counts what autograd saves while the context is open.
 
     Each storage counts once, whole, whatever views of it are saved; storages of `exclude` (the parameters, which live
-    anyway) do not count. What torch's selective checkpointing caches is not seen by saved-tensor hooks and not counted.
+    anyway) do not count. Saved-tensor hooks see neither what torch's selective checkpointing caches nor what a `Replay`
+    remembers. What was saved stays alive until the context closes; opening it again starts from zero.
     """
 
     def __init__(self, exclude: Iterable[Tensor] = ()) -> None:
@@ -41,6 +42,7 @@ class SavedBytes:
         return len(self._sizes)
 
     def __enter__(self) -> "SavedBytes":
+        self._sizes.clear()
         self._hooks.__enter__()
         return self
 
@@ -64,7 +66,7 @@ class PeakMemory:
     """Peak memory of this process by phase, at a fifth of a millisecond a phase; phases do not nest.
 
     On CUDA the peak of torch's allocator on the device. On a CPU the peak resident set of the process, everything
-    included; where the kernel allows, its high-water mark is reset at the start of a phase, else a phase reports the
+    included; where the system allows, its high-water mark is reset at the start of a phase, else a phase reports the
     peak since the start of the process.
 
     Attributes:
@@ -78,7 +80,7 @@ class PeakMemory:
         self.peaks_bytes: dict[str, int] = {}
         if device.type == "cuda":
             self.source = "torch.cuda.max_memory_allocated"
-        elif _reset_high_water_mark():
+        elif _reset_high_water_mark() and _high_water_mark_bytes() is not None:
             self.source = "VmHWM of the phase"
         else:
             self.source = "peak resident set since the start of the process"
@@ -106,10 +108,16 @@ class PeakMemory:
     def _peak(self) -> int:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        if _STATUS.exists():
-            line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
-            return int(line.split()[1]) * 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        mark = _high_water_mark_bytes()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if mark is None else mark
+
+
+def _high_water_mark_bytes() -> int | None:
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
 def _reset_high_water_mark() -> bool:

@@ -2,7 +2,8 @@
 
 A unit is a function whose first argument is a `Replay`. What must not be computed twice (the choices of a router, the
 plan of a dispatch) it remembers there in the first pass and recalls in the second, so that a near-tie cannot flip and
-no metadata is exchanged again. What it returns (router statistics) is that of the first pass.
+no metadata is exchanged again. What it returns (router statistics) is that of the first pass. Torch's global random
+state is repeated; a generator of its own is not, so a unit remembers what it drew from one, or draws by counter.
 """
 
 from collections.abc import Callable
@@ -28,9 +29,13 @@ class Replay:
         self._memory: dict[str, Any] = {}
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
-        """The value of `compute()`, which is called in the first pass only."""
+        """The value of `compute()`, which is called in the first pass only, and without gradient in any case.
+
+        So it leaves nothing in the graph that the second pass would have to save again.
+        """
         if name not in self._memory:
-            self.remember(name, compute())
+            with torch.no_grad():
+                self.remember(name, compute())
         value: T = self._memory[name]
         return value
 
@@ -54,8 +59,8 @@ class Replay:
 class ActivationPolicy(Protocol):
     """What happens to the activations of a unit between its forward and its backward; the seam of the policies.
 
-    Values and gradients are those of the plain call. A policy may call the function again in the backward pass, with the
-    same replay and the random state of the first call, and discard what it returns.
+    Values and gradients are those of the plain call. A policy may call the function again in the backward pass, with
+    the same replay and the random state of the first call; it returns what the first call returned.
     """
 
     def run(self, unit: str, function: Callable[..., T], replay: Replay, *args: Any) -> T:
@@ -69,8 +74,6 @@ class _Keep:
 
 class _Recompute:
     def run(self, unit: str, function: Callable[..., T], replay: Replay, *args: Any) -> T:
-        if not torch.is_grad_enabled():
-            return function(replay, *args)
         result: T = checkpoint(function, replay, *args, use_reentrant=False, preserve_rng_state=True)
         return result
 

@@ -31,25 +31,33 @@ class DataParallelEngine(Protocol):
 
     The gradient of a step is the gradient of ONE scalar (numerics §0): contributions of microbatches and ranks are
     added, never averaged here. One step is `grads_ready` for every parameter and microbatch, then `finish`, then
-    `norm_parts` (optional), then `step` or `skip`.
+    `norm_parts` (optional), then `step` or `skip`. Another order is an error, a `MoeMemoryError` like all of them.
+
+    Gradients arrive in `parameter.grad`, which belongs to the engine from `wrap` on: a backward adds to what is there,
+    or puts a new tensor where there is none, as autograd does. Nobody else clears it.
     """
 
     def wrap(self, model: nn.Module, specs: Mapping[str, ShardSpec]) -> nn.Module:
-        """Take ownership of the parameters of the model, once; returns the module to call from now on."""
+        """Take ownership of the parameters of the model, once; returns the module to call from now on.
+
+        Values stay, rounded to the compute dtype of each parameter. Master weights and moments exist from here on.
+        """
 
     def grads_ready(self, names: Collection[str], *, last: bool) -> None:
         """The backward of the current microbatch has produced the gradients of these parameters (global names).
 
-        With `last` no further microbatch of this step will add to them: their reduction may start.
+        With `last` no further microbatch of this step will add to them: their reduction may start. A parameter that got
+        no gradient is an error that names it; one without effect on the loss must have a zero gradient.
         """
 
     def finish(self) -> None:
-        """Wait until every gradient of the step is complete."""
+        """Wait until every gradient of the step is complete; an error if one was not reported with `last`."""
 
     def norm_parts(self, order: float) -> dict[str, Tensor]:
         """This rank's part of the global gradient norm by parameter kind; each unique element counts once.
 
-        A part is a scalar: the sum of `|g|**order`, or for `order = inf` the largest `|g|`. Not yet reduced over ranks.
+        A part is a float64 scalar: the sum of `|g|**order`, or for `order = inf` the largest `|g|`. Not yet reduced
+        over ranks. Every kind has a part, zero where the rank has no such parameter, so that all ranks reduce alike.
         """
 
     def step(self, learning_rate: float, gradient_factor: Tensor | float) -> None:
@@ -59,10 +67,13 @@ class DataParallelEngine(Protocol):
         """Clear gradients and leave weights, moments and counters unchanged."""
 
     def state_tensors(self) -> Iterator[StateTensor]:
-        """Everything that a checkpoint must hold, as live storage, in a fixed order."""
+        """Everything that a checkpoint must hold, as live storage, in a fixed order; from `wrap` on."""
 
     def state_values(self) -> dict[str, int | float]:
         """The rest of the state as JSON values (update counters)."""
 
     def load_finished(self, values: Mapping[str, int | float]) -> None:
-        """`state_tensors` have been overwritten by a checkpoint: take over its values and refresh compute weights."""
+        """`state_tensors` have been overwritten by a checkpoint: take over its values and refresh compute weights.
+
+        Gradients of a step in progress are dropped.
+        """

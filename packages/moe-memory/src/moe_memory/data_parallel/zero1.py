@@ -16,13 +16,15 @@ from moe_kernels import internal_dtype
 from moe_memory._torch_compat import write_count
 from moe_memory.config import OptimConfig
 from moe_memory.data_parallel.engine import StateTensor
+from moe_memory.data_parallel.norm import power_sum
 from moe_memory.errors import MoeMemoryError
 from moe_memory.optim.adamw import AdamW
 from moe_memory.optim.decay import is_decayed
 from moe_memory.precision import compute_dtypes
 from moe_parallel import Box, Groups, ParameterKind, ShardSpec
 
-# Every parameter starts at a multiple of this many elements, so that its rows are aligned for vector loads.
+# Every parameter starts at a multiple of this many elements, and a bucket ends at one. All lie in whole vectors of 64
+# bytes then: what does not fill one torch's fused AdamW rounds differently, and values would depend on their place.
 _ALIGNMENT = 16
 
 
@@ -45,6 +47,7 @@ class _Bucket:
             size += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
         dtype = internal_dtype(key.compute_dtype)
         self.master = torch.zeros(size, dtype=dtype, device=device)
+        self.state = {"master": self.master}
         self.grad = torch.zeros_like(self.master)
         self.compute = self.master
         if key.compute_dtype != dtype:
@@ -62,18 +65,17 @@ class _Bucket:
         parameter, start = self.parameters[name], self._starts[name]
         return flat[start : start + parameter.numel()].view(parameter.shape)
 
+    def has_gradient(self, name: str) -> bool:
+        """Whether a backward has reached the parameter since the last `collect`."""
+        grad, main = self.parameters[name].grad, self._grad_views[name]
+        return write_count(main) != self._writes_seen[name] if grad is main else grad is not None
+
     def collect(self, name: str) -> None:
         """Move the gradient of one backward into the main gradient, unless autograd added it there itself."""
         parameter, main = self.parameters[name], self._grad_views[name]
-        in_place = parameter.grad is main
-        if parameter.grad is None or (in_place and write_count(main) == self._writes_seen[name]):
-            raise MoeMemoryError(
-                f"the parameter {name} got no gradient in this backward; one without effect must have a zero gradient"
-            )
-        if not in_place:
+        if parameter.grad is not None and parameter.grad is not main:
             main.add_(parameter.grad)
-            self._offer(name)
-        self._writes_seen[name] = write_count(main)
+        self._offer(name)
 
     def clear_gradients(self) -> None:
         self.grad.zero_()
@@ -86,8 +88,10 @@ class _Bucket:
             self.compute.copy_(self.master)
 
     def _offer(self, name: str) -> None:
-        """Where dtypes agree let autograd accumulate straight into the bucket."""
-        self.parameters[name].grad = self._grad_views[name] if self.compute is self.master else None
+        """Make ready for the next backward: where dtypes agree autograd accumulates straight into the bucket."""
+        main = self._grad_views[name]
+        self.parameters[name].grad = main if self.compute is self.master else None
+        self._writes_seen[name] = write_count(main)
 
 
 class Zero1:
@@ -104,7 +108,7 @@ class Zero1:
         decayed: which parameters have weight decay.
 
     Raises:
-        MoeMemoryError: more than one data-parallel rank, or a call out of order.
+        MoeMemoryError: more than one data-parallel rank, a sharded or frozen parameter, a call out of order.
     """
 
     def __init__(
@@ -148,6 +152,8 @@ class Zero1:
         self._buckets = [_Bucket(key, group, device) for key, group in members.items()]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.parameters}
         self._optimizer = AdamW(self._config, [(bucket.master, bucket.key.decayed) for bucket in self._buckets])
+        for index, bucket in enumerate(self._buckets):
+            bucket.state |= {slot: self._optimizer.slot(index, slot) for slot in AdamW.SLOTS}
         self._open = set(self._specs)
         return model
 
@@ -159,6 +165,11 @@ class Zero1:
         if closed:
             raise MoeMemoryError(
                 f"gradients of {', '.join(closed)} come after their last of this step; step() or skip() begins another"
+            )
+        absent = [name for name in names if not self._bucket_of[name].has_gradient(name)]
+        if absent:
+            raise MoeMemoryError(
+                f"this backward gave no gradient for {', '.join(absent)}; where there is no effect it must be zero"
             )
         for name in names:
             self._bucket_of[name].collect(name)
@@ -173,15 +184,12 @@ class Zero1:
         self._finished = True
 
     def norm_parts(self, order: float) -> dict[str, Tensor]:
-        """As the seam says; every kind has a part, so that all ranks have the same ones."""
         self._require_finished()
-        zero = self._buckets[0].grad.new_zeros(())
-        parts = {kind.value: zero for kind in ParameterKind}
+        add = torch.maximum if order == inf else torch.add
+        parts = {kind.value: power_sum(self._buckets[0].grad[:0], order) for kind in ParameterKind}
         for bucket in self._buckets:
-            if bucket.grad.numel() == 0:
-                continue
-            kind, norm = bucket.key.kind.value, torch.linalg.vector_norm(bucket.grad, order)
-            parts[kind] = torch.maximum(parts[kind], norm) if order == inf else parts[kind] + norm**order
+            kind = bucket.key.kind.value
+            parts[kind] = add(parts[kind], power_sum(bucket.grad, order))
         return parts
 
     def step(self, learning_rate: float, gradient_factor: Tensor | float) -> None:
@@ -202,12 +210,11 @@ class Zero1:
         for slot in ("master", *AdamW.SLOTS):
             for name, spec in self._specs.items():
                 bucket = self._bucket_of[name]
-                flat = bucket.master if slot == "master" else self._optimizer.slot(bucket.master, slot)
                 yield StateTensor(
                     name=f"{slot}/{name}",
                     global_shape=spec.shape,
                     box=Box.whole(spec.shape),
-                    tensor=bucket.view(flat, name),
+                    tensor=bucket.view(bucket.state[slot], name),
                 )
 
     def state_values(self) -> dict[str, int | float]:

@@ -5,15 +5,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# The function, not the class: making the class imports torch's compiler, which takes longer than importing torch.
+from torch.optim.adamw import adamw
+
 from moe_memory.config import OptimConfig
 
 
 class AdamW:
-    """AdamW (arXiv 1711.05101) with torch's fused kernel; bit-equal to it tensor by tensor, on CPU and CUDA.
+    """AdamW (arXiv 1711.05101) with torch's fused kernel; over flat buffers of several parameters.
 
     Args:
         config: of the optimizer.
-        weights: the buffers, and whether each is decayed. They stay the caller's and are updated in place.
+        weights: the buffers, on one device, and whether each is decayed. They stay the caller's and are updated in
+            place.
 
     Attributes:
         updates: updates so far; they enter the bias correction.
@@ -22,46 +26,35 @@ class AdamW:
     SLOTS = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, config: OptimConfig, weights: Sequence[tuple[Tensor, bool]]) -> None:
-        self._weights = [weight for weight, _ in weights]
-        self._optimizer = torch.optim.AdamW(
-            [
-                {"params": [weight], "weight_decay": config.weight_decay if decayed else 0.0}
-                for weight, decayed in weights
-            ],
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            fused=True,
-        )
-        for weight in self._weights:
-            # What torch would create at the first step, created now, so that a checkpoint can be loaded into it.
-            self._optimizer.state[weight] = {
-                "step": torch.zeros((), dtype=torch.float32, device=weight.device),
-                **{slot: torch.zeros_like(weight) for slot in self.SLOTS},
-            }
-        self._updates = 0
+        self.updates = 0
+        self._config = config
+        self._weights = list(weights)
+        self._moments = {slot: [torch.zeros_like(weight) for weight, _ in weights] for slot in self.SLOTS}
+        self._count = torch.zeros((), dtype=torch.float32, device=weights[0][0].device)
 
-    @property
-    def updates(self) -> int:
-        return self._updates
-
-    @updates.setter
-    def updates(self, updates: int) -> None:
-        self._updates = updates
-        for weight in self._weights:
-            self._optimizer.state[weight]["step"].fill_(updates)
-
-    def slot(self, weight: Tensor, name: str) -> Tensor:
+    def slot(self, index: int, name: str) -> Tensor:
         """The live moment of a buffer, in its shape and dtype; `name` is one of `SLOTS`."""
-        moment: Tensor = self._optimizer.state[weight][name]
-        return moment
+        return self._moments[name][index]
 
+    @torch.no_grad()
     def step(self, learning_rate: float, gradients: Sequence[Tensor]) -> None:
         """One update of every buffer with the gradient of the same index."""
-        for weight, gradient, group in zip(self._weights, gradients, self._optimizer.param_groups, strict=True):
-            weight.grad = gradient
-            group["lr"] = learning_rate
-        self._optimizer.step()
-        self._updates += 1
-        for weight in self._weights:
-            weight.grad = None
+        config = self._config
+        for index, ((weight, decayed), gradient) in enumerate(zip(self._weights, gradients, strict=True)):
+            adamw(
+                [weight],
+                [gradient],
+                [self.slot(index, "exp_avg")],
+                [self.slot(index, "exp_avg_sq")],
+                [],
+                [self._count.fill_(self.updates)],  # the kernel counts it up
+                fused=True,
+                amsgrad=False,
+                maximize=False,
+                lr=learning_rate,
+                beta1=config.beta1,
+                beta2=config.beta2,
+                eps=config.eps,
+                weight_decay=config.weight_decay if decayed else 0.0,
+            )
+        self.updates += 1

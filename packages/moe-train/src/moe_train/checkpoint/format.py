@@ -1,20 +1,24 @@
-"""The checkpoint format: safetensors shards, and one `index.json` that says what is in them and how to know it is whole.
+"""The checkpoint format: safetensors shards, and an `index.json` that says what is in them and whether they are whole.
 
     step-00000040/
-        index.json                 version, table of tensors, size and sha256 of every file, all other state
+        index.json                 table of tensors, size and sha256 of every file, all other state, its own sha256,
+                               versions of the format and of the program that wrote it
         rank-00000-00000.safetensors
 
 A tensor is global: a name, a shape, a dtype, and boxes that tile it exactly, each stored under a key of a file. So any
 layout of ranks can read what any other wrote. Nothing is ever read with pickle.
 """
 
+import hashlib
 import json
+import operator
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
 from moe_parallel import Box
+from moe_train._version import __version__
 from moe_train.errors import MoeTrainError
 
 FORMAT_VERSION = 1
@@ -53,20 +57,23 @@ class StoredFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """The contents of `index.json`."""
+    """The contents of `index.json`; `written_by` is for people, and nothing is decided by it."""
 
     tensors: dict[str, StoredTensor]
     files: dict[str, StoredFile]
     state: dict[str, Any]
+    written_by: str = f"moe-train {__version__}"
 
     def to_json(self) -> str:
-        """Serialised; floats come back bit for bit.
+        """Serialised, with the hash of the rest; what is read back is equal, floats bit for bit.
 
         Raises:
-            CheckpointError: the state holds a NaN, an infinity, or something that is no JSON value.
+            CheckpointError: the state holds something that JSON does not give back as it was.
         """
+        check_state(self.state)
         content = {
             "version": FORMAT_VERSION,
+            "written_by": self.written_by,
             "tensors": {
                 name: {
                     "shape": tensor.shape,
@@ -81,27 +88,51 @@ class Index:
             "files": {name: vars(file) for name, file in self.files.items()},
             "state": self.state,
         }
-        try:
-            return json.dumps(content, allow_nan=False, indent=1)
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"the state cannot be written as JSON: {error}") from error
+        return json.dumps({"sha256": _hash(content), **content}, allow_nan=False, indent=1)
+
+
+def check_state(value: object, where: str = "state") -> None:
+    """Refuse what JSON does not give back as it was.
+
+    Raises:
+        CheckpointError: it names the place of a value that is not finite, of a tuple, a key that is no text, a tensor.
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise CheckpointError(f"{where} has the key {key!r}; keys of the state are text")
+            check_state(item, f"{where}.{key}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            check_state(item, f"{where}[{index}]")
+    elif isinstance(value, float):
+        if not isfinite(value):
+            raise CheckpointError(f"{where} is {value}; numbers of the state are finite")
+    elif value is not None and not isinstance(value, (bool, int, str)):
+        raise CheckpointError(f"{where} is a {type(value).__name__}; the state holds JSON values, in dicts and lists")
 
 
 def read_index(path: Path) -> Index:
-    """Read the index of a checkpoint folder and check that its table is sound.
+    """Read the index of a checkpoint folder and check that it is as it was written and its table is sound.
 
     Raises:
-        CheckpointError: the file is missing, cut off, malformed, of another version, or its boxes tile no tensor.
+        CheckpointError: the file is missing, cut off, changed, malformed or of another version, or the boxes of a
+            tensor do not tile it.
     """
     file = path / INDEX
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     try:
-        version = content["version"]
+        version, written = content.pop("version"), content.pop("sha256")
         if version != FORMAT_VERSION:
-            raise CheckpointError(f"{file} has format version {version}, this release reads {FORMAT_VERSION}")
+            raise CheckpointError(
+                f"{file} has format version {version!r}, this release reads {FORMAT_VERSION}; "
+                f"it was written by {content.get('written_by')}"
+            )
+        if written != _hash({"version": version, **content}):
+            raise CheckpointError(f"{file} was changed after it was written: its hash is wrong")
         index = Index(
             tensors={name: _tensor(entry) for name, entry in content["tensors"].items()},
             files={
@@ -109,11 +140,15 @@ def read_index(path: Path) -> Index:
                 for name, entry in content["files"].items()
             },
             state=dict(content["state"]),
+            written_by=str(content["written_by"]),
         )
+    except CheckpointError:
+        raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{file} is malformed: {type(error).__name__}: {error}") from error
+    for name in index.files:
+        if Path(name).name != name or name in ("", ".."):
+            raise CheckpointError(f"{file}: {name!r} is no name of a file in this folder")
     for name, tensor in index.tensors.items():
         _check_tiling(file, name, tensor)
         for stored in tensor.boxes:
@@ -122,37 +157,59 @@ def read_index(path: Path) -> Index:
     return index
 
 
+def _hash(content: dict[str, Any]) -> str:
+    """Of the content and not of the text, so that the file may hold it."""
+    text = json.dumps(content, allow_nan=False, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _tensor(entry: dict[str, Any]) -> StoredTensor:
     boxes = tuple(
-        StoredBox(file=b["file"], key=b["key"], box=Box(tuple(map(int, b["offset"])), tuple(map(int, b["shape"]))))
+        StoredBox(file=str(b["file"]), key=str(b["key"]), box=Box(_sizes(b["offset"]), _sizes(b["shape"])))
         for b in entry["boxes"]
     )
-    return StoredTensor(shape=tuple(map(int, entry["shape"])), dtype=str(entry["dtype"]), boxes=boxes)
+    return StoredTensor(shape=_sizes(entry["shape"]), dtype=str(entry["dtype"]), boxes=boxes)
+
+
+def _sizes(values: list[Any]) -> tuple[int, ...]:
+    if any(not isinstance(value, int) or value < 0 for value in values):
+        raise ValueError(f"{values} are no sizes")
+    return tuple(values)
 
 
 def _check_tiling(file: Path, name: str, tensor: StoredTensor) -> None:
-    boxes = [stored.box for stored in tensor.boxes]
+    boxes = sorted((stored.box for stored in tensor.boxes), key=lambda box: box.offset)
     for box in boxes:
-        ends = [offset + size for offset, size in zip(box.offset, box.shape, strict=True)]
-        outside = len(ends) != len(tensor.shape) or min(box.offset, default=0) < 0
-        if outside or any(end > size for end, size in zip(ends, tensor.shape, strict=True)):
+        if not fits(box, tensor.shape):
             raise CheckpointError(f"{file}: a box of the tensor {name} at {box.offset} leaves its shape {tensor.shape}")
-    for i, first in enumerate(boxes):
-        for second in boxes[:i]:
-            common = intersection(first, second)
-            if common is not None and prod(common.shape) > 0:
+    # Boxes come in the order of dim 0, so a box can only overlap those that reach its start there: with one row of
+    # boxes per rank this is a pass, not all pairs.
+    reaching: list[Box] = []
+    for box in boxes:
+        reaching = [other for other in reaching if _ends(other)[:1] >= box.offset[:1]]
+        for other in reaching:
+            common = intersection(box, other)
+            if common is not None:
                 raise CheckpointError(f"{file}: two boxes of the tensor {name} overlap at {common.offset}")
+        reaching.append(box)
     covered = sum(prod(box.shape) for box in boxes)
     if covered != prod(tensor.shape):
         raise CheckpointError(f"{file}: the boxes of the tensor {name} hold {covered} of {prod(tensor.shape)} elements")
 
 
+def _ends(box: Box) -> tuple[int, ...]:
+    return tuple(offset + size for offset, size in zip(box.offset, box.shape, strict=True))
+
+
+def fits(box: Box, shape: tuple[int, ...]) -> bool:
+    """Whether a box lies within a tensor of this shape."""
+    return len(box.shape) == len(shape) and all(map(operator.le, _ends(box), shape))
+
+
 def intersection(first: Box, second: Box) -> Box | None:
-    """The common part of two boxes of one tensor; None where there is none in some dim."""
+    """The common part of two boxes of one tensor; None where they have no element in common."""
     starts = tuple(map(max, zip(first.offset, second.offset, strict=True)))
-    ends = tuple(
-        min(a + n, b + m) for a, n, b, m in zip(first.offset, first.shape, second.offset, second.shape, strict=True)
-    )
-    if any(end < start for start, end in zip(starts, ends, strict=True)):
+    ends = tuple(map(min, zip(_ends(first), _ends(second), strict=True)))
+    if any(end <= start for start, end in zip(starts, ends, strict=True)):
         return None
     return Box(starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))

@@ -1,17 +1,29 @@
-"""Loading: everything is checked before anything is changed."""
+"""Loading: everything is checked before anything is changed, and nothing is held twice."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from moe_memory.data_parallel import StateTensor
 from moe_parallel import Box
-from moe_train.checkpoint.format import CheckpointError, Index, StoredTensor, intersection, read_index as read_index
+from moe_train.checkpoint.format import (
+    CheckpointError,
+    Index,
+    StoredBox,
+    fits,
+    intersection,
+    read_index as read_index,
+)
 from moe_train.checkpoint.save import complete_checkpoints, describe_file
+
+# Names in one message.
+_SHOWN_NAMES = 5
 
 
 def latest_checkpoint(directory: Path) -> Path | None:
@@ -27,64 +39,48 @@ def verify(path: Path) -> Index:
         CheckpointError: a file is missing, cut off or changed; the message names it and what lies in it.
     """
     index = read_index(path)
-    for name, expected in index.files.items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing; it holds {_contents(index, name)}")
-        found = describe_file(file)
-        if found.size_bytes != expected.size_bytes:
-            raise CheckpointError(
-                f"{file} has {found.size_bytes} bytes, not {expected.size_bytes}; it holds {_contents(index, name)}"
-            )
-        if found.sha256 != expected.sha256:
-            raise CheckpointError(f"{file} was changed: its hash is wrong; it holds {_contents(index, name)}")
+    _check_files(path, index, index.files)
     return index
 
 
 def load_tensors(path: Path, targets: Iterable[StateTensor]) -> None:
     """Fill the targets, whatever boxes of the tensors they are, from a checkpoint of any layout.
 
+    Files are hashed first, then mapped one after another and copied box by box: nothing is held besides the targets.
+
     Raises:
         CheckpointError: damage, a tensor that is missing here or there, another shape or dtype. No target was changed.
     """
     targets = list(targets)
-    index = verify(path)
-    _check_names(path, index, {target.name for target in targets})
+    index = read_index(path)
+    _check_targets(path, index, targets)
+    pieces: dict[str, list[_Piece]] = {}
     for target in targets:
-        stored = index.tensors[target.name]
-        if stored.shape != target.global_shape:
-            raise CheckpointError(
-                f"{path}: the tensor {target.name} has shape {stored.shape}, this model needs {target.global_shape}"
-            )
-        dtype = str(target.tensor.dtype).removeprefix("torch.")
-        if stored.dtype != dtype:
-            raise CheckpointError(f"{path}: the tensor {target.name} has dtype {stored.dtype}, this run needs {dtype}")
-    # Read all of it before the first copy: a file that cannot be parsed must not leave half of the targets changed.
-    loaded = [(target, _read(path, index.tensors[target.name], target.box)) for target in targets]
+        for stored in index.tensors[target.name].boxes:
+            common = intersection(stored.box, target.box)
+            if common is not None:
+                pieces.setdefault(stored.file, []).append(_Piece(target, stored, common))
+    _check_files(path, index, pieces)
+    for name, inside in pieces.items():
+        with _opened(path / name) as file:
+            for piece in inside:
+                _check_header(path / name, file, piece)
+    # A file with the right hash and header has nothing left that could fail.
     with torch.no_grad():
-        for target, pieces in loaded:
-            for box, values in pieces:
-                target.tensor[_slices(box, target.box)].copy_(values)
+        for name, inside in pieces.items():
+            with _opened(path / name) as file:
+                for piece in inside:
+                    values = file.get_slice(piece.stored.key)[_slices(piece.common, piece.stored.box)]
+                    piece.target.tensor[_slices(piece.common, piece.target.box)].copy_(values)
 
 
-def _read(path: Path, stored: StoredTensor, wanted: Box) -> list[tuple[Box, Tensor]]:
-    pieces = []
-    for part in stored.boxes:
-        common = intersection(part.box, wanted)
-        if common is None:
-            continue
-        try:
-            with safe_open(path / part.file, framework="pt") as file:
-                values = file.get_tensor(part.key)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path / part.file}: the tensor {part.key} cannot be read: {error}") from error
-        if tuple(values.shape) != part.box.shape or str(values.dtype) != f"torch.{stored.dtype}":
-            raise CheckpointError(
-                f"{path / part.file}: {part.key} is {tuple(values.shape)} {values.dtype}, the index says "
-                f"{part.box.shape} {stored.dtype}"
-            )
-        pieces.append((common, values[_slices(common, part.box)]))
-    return pieces
+@dataclass(frozen=True)
+class _Piece:
+    """What one stored box has in common with one target."""
+
+    target: StateTensor
+    stored: StoredBox
+    common: Box
 
 
 def _slices(box: Box, inside: Box) -> tuple[slice, ...]:
@@ -94,19 +90,83 @@ def _slices(box: Box, inside: Box) -> tuple[slice, ...]:
     )
 
 
-def _check_names(path: Path, index: Index, wanted: set[str]) -> None:
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _check_header(path: Path, file: Any, piece: _Piece) -> None:
+    """Compare shape and dtype of what is in a file with the index, without reading it."""
+    key, box = piece.stored.key, piece.stored.box
+    content = file.get_slice(key)
+    shape = tuple(content.get_shape())
+    dtype = content[() if not shape else slice(0, 0)].dtype
+    if shape != box.shape or dtype != piece.target.tensor.dtype:
+        raise CheckpointError(
+            f"{path}: {key} is {shape} {dtype}, the index says {box.shape} {piece.target.tensor.dtype}"
+        )
+
+
+def _check_files(path: Path, index: Index, names: Collection[str]) -> None:
+    """Missing and cut-off files first: they are found without reading anything."""
+    for name in names:
+        file, expected = path / name, index.files[name]
+        try:
+            size_bytes = file.stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{file} is missing: {error}; it holds {_contents(index, name)}") from error
+        if size_bytes != expected.size_bytes:
+            raise CheckpointError(
+                f"{file} has {size_bytes} bytes, not {expected.size_bytes}; it holds {_contents(index, name)}"
+            )
+    for name in names:
+        file = path / name
+        try:
+            found = describe_file(file)
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}; it holds {_contents(index, name)}") from error
+        if found != index.files[name]:
+            raise CheckpointError(f"{file} was changed: its hash is wrong; it holds {_contents(index, name)}")
+
+
+def _check_targets(path: Path, index: Index, targets: list[StateTensor]) -> None:
+    wanted = {target.name for target in targets}
     missing, unexpected = sorted(wanted - index.tensors.keys()), sorted(index.tensors.keys() - wanted)
-    if not missing and not unexpected:
-        return
-    lines = []
-    for name in missing:
-        close = difflib.get_close_matches(name, unexpected, n=1)
-        lines.append(f"missing there: {name}" + (f" (it has {close[0]})" if close else ""))
-    lines += [f"unknown here: {name}" for name in unexpected]
-    raise CheckpointError(f"{path} does not fit this model: " + "; ".join(lines))
+    if missing or unexpected:
+        found = []
+        if missing:
+            guesses = {name: difflib.get_close_matches(name, unexpected, n=1) for name in missing[:_SHOWN_NAMES]}
+            hints = [f"{name} (did you mean {close[0]}?)" if close else name for name, close in guesses.items()]
+            found.append(f"it lacks {_listed(hints, len(missing))}")
+        if unexpected:
+            found.append(f"this model lacks {_listed(unexpected, len(unexpected))}")
+        raise CheckpointError(f"{path} does not fit this model: {'; '.join(found)}")
+    for target in targets:
+        stored = index.tensors[target.name]
+        if stored.shape != tuple(target.global_shape):
+            raise CheckpointError(
+                f"{path}: the tensor {target.name} has shape {stored.shape}, this model needs {target.global_shape}"
+            )
+        dtype = str(target.tensor.dtype).removeprefix("torch.")
+        if stored.dtype != dtype:
+            raise CheckpointError(f"{path}: the tensor {target.name} has dtype {stored.dtype}, this run needs {dtype}")
+        if tuple(target.tensor.shape) != target.box.shape:
+            raise CheckpointError(
+                f"the target {target.name} has shape {tuple(target.tensor.shape)}, its box {target.box.shape}"
+            )
+        if not fits(target.box, stored.shape):
+            raise CheckpointError(f"the target {target.name} at {target.box.offset} leaves its shape {stored.shape}")
 
 
 def _contents(index: Index, file: str) -> str:
     names = [name for name, tensor in index.tensors.items() if any(box.file == file for box in tensor.boxes)]
-    shown = ", ".join(names[:5])
-    return f"{shown} and {len(names) - 5} more tensors" if len(names) > 5 else shown or "no tensor"
+    return _listed(names, len(names)) if names else "no tensor"
+
+
+def _listed(names: list[str], total: int) -> str:
+    shown = ", ".join(names[:_SHOWN_NAMES])
+    return f"{shown} and {total - _SHOWN_NAMES} more" if total > _SHOWN_NAMES else shown

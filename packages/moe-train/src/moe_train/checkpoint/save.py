@@ -2,31 +2,46 @@
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_memory.data_parallel import StateTensor
-from moe_train.checkpoint.format import INDEX, CheckpointError, Index, StoredBox, StoredFile, StoredTensor
+from moe_train.checkpoint.format import (
+    INDEX,
+    CheckpointError,
+    Index,
+    StoredBox,
+    StoredFile,
+    StoredTensor,
+    check_state,
+    read_index,
+)
 
-_COMPLETE = "step-"
+_COMPLETE = re.compile(r"step-(\d{8,})")
 _UNFINISHED = ".unfinished-"
-_READ_BYTES = 2**20
 
 
 def checkpoint_name(step: int) -> str:
-    return f"{_COMPLETE}{step:08d}"
+    return f"step-{step:08d}"
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """Folders of complete checkpoints, oldest first; what a dead run left unfinished is not among them."""
+    """Folders of complete checkpoints by step; what a dead run left unfinished is not among them."""
     if not directory.is_dir():
         return []
-    return sorted(path for path in directory.iterdir() if path.name.startswith(_COMPLETE) and (path / INDEX).exists())
+    steps = {
+        path: int(match[1])
+        for path in directory.iterdir()
+        if (match := _COMPLETE.fullmatch(path.name)) and (path / INDEX).is_file()
+    }
+    return sorted(steps, key=steps.__getitem__)
 
 
 def save_checkpoint(
@@ -40,64 +55,98 @@ def save_checkpoint(
 ) -> Path:
     """Write `<directory>/step-<step>` and return it; it exists only once it is complete and on the disk.
 
+    One process at a time may save into a directory. Tensors are read where they are, without a copy on a CPU; when this
+    returns, changing them changes no file.
+
     Args:
         tensors: the parts that this process owns; each name at most once.
         state: all other state, JSON values.
-        keep: number of complete checkpoints that stay, the newest ones; None keeps all.
+        keep: number of complete checkpoints that stay, those of the highest steps; None keeps all. The one written here
+            stays in any case.
         shard_bytes: a shard is closed when it holds at least this much.
 
     Raises:
-        CheckpointError: the step was saved before, a name occurs twice, or the state is not JSON. Nothing is left.
+        CheckpointError: the step was saved before, a name occurs twice, the boxes do not tile their tensors, the state
+            is not JSON, or the disk fails. What was there before is untouched, and nothing else is left.
     """
+    if keep is not None and keep < 1:
+        raise CheckpointError(f"keep = {keep}: at least one checkpoint has to stay")
+    check_state(state)
     final = directory / checkpoint_name(step)
     if final.exists():
         raise CheckpointError(f"{final} exists already; a checkpoint is never overwritten")
-    directory.mkdir(parents=True, exist_ok=True)
-    remove_unfinished(directory)
     working = directory / f"{_UNFINISHED}{final.name}"
-    working.mkdir()
     try:
-        _write(working, tensors, state, shard_bytes)
-        os.rename(working, final)
-    except BaseException:
-        shutil.rmtree(working, ignore_errors=True)
-        raise
-    _sync(directory)
+        if not directory.is_dir():
+            directory.mkdir(parents=True)
+            _sync(directory.parent)
+        remove_unfinished(directory)
+        working.mkdir()
+        try:
+            table, files = write_shards(working, tensors, rank=0, shard_bytes=shard_bytes)
+            write_index(working, Index(tensors=table, files=files, state=state))
+            os.rename(working, final)
+        except BaseException:
+            shutil.rmtree(working, ignore_errors=True)
+            raise
+        _sync(directory)
+    except OSError as error:
+        raise CheckpointError(f"{final} cannot be written: {error}") from error
     if keep is not None:
-        for old in complete_checkpoints(directory)[:-keep]:
-            # Renamed first: half of a checkpoint must never have the name of a whole one.
-            doomed = directory / f"{_UNFINISHED}{old.name}"
-            os.rename(old, doomed)
-            shutil.rmtree(doomed)
+        _prune(directory, keep, final)
     return final
 
 
 def remove_unfinished(directory: Path) -> None:
     """Delete what interrupted saves left behind."""
     for path in directory.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(path)
+        _remove(path)
 
 
-def _write(working: Path, tensors: Iterable[StateTensor], state: dict[str, Any], shard_bytes: int) -> None:
+def write_shards(
+    folder: Path, tensors: Iterable[StateTensor], *, rank: int, shard_bytes: int
+) -> tuple[dict[str, StoredTensor], dict[str, StoredFile]]:
+    """Write the files of one rank and make them durable; returns its part of the table of tensors, and the files."""
     table: dict[str, StoredTensor] = {}
     files: dict[str, StoredFile] = {}
     for number, shard in enumerate(_shards(tensors, shard_bytes)):
-        name = f"rank-00000-{number:05d}.safetensors"
+        file = folder / f"rank-{rank:05d}-{number:05d}.safetensors"
         content: dict[str, Tensor] = {}
         for part in shard:
             if part.name in table:
                 raise CheckpointError(f"the tensor {part.name} was given twice; a process owns one box of it")
+            if tuple(part.tensor.shape) != part.box.shape:
+                raise CheckpointError(
+                    f"the tensor {part.name} has shape {tuple(part.tensor.shape)}, its box {part.box.shape}"
+                )
             content[part.name] = part.tensor.detach().contiguous()
             table[part.name] = StoredTensor(
-                shape=part.global_shape,
+                shape=tuple(part.global_shape),
                 dtype=str(part.tensor.dtype).removeprefix("torch."),
-                boxes=(StoredBox(file=name, key=part.name, box=part.box),),
+                boxes=(StoredBox(file=file.name, key=part.name, box=part.box),),
             )
-        save_file(content, working / name)
-        files[name] = describe_file(working / name)
-    (working / INDEX).write_text(Index(tensors=table, files=files, state=state).to_json(), encoding="utf-8")
-    for path in (*working.iterdir(), working):
-        _sync(path)
+        try:
+            save_file(content, file)
+        except (SafetensorError, RuntimeError) as error:
+            raise CheckpointError(f"{file} cannot be written: {' '.join(str(error).split())}") from error
+        _sync(file)
+        files[file.name] = describe_file(file)
+    return table, files
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Write the index last, make it and the names in the folder durable, and read it back."""
+    (folder / INDEX).write_text(index.to_json(), encoding="utf-8")
+    _sync(folder / INDEX)
+    _sync(folder)
+    # Boxes that do not tile their tensors must fail here, not when the checkpoint is needed.
+    read_index(folder)
+
+
+def describe_file(path: Path) -> StoredFile:
+    """Size and hash of a file as it is."""
+    with path.open("rb") as stream:
+        return StoredFile(size_bytes=path.stat().st_size, sha256=hashlib.file_digest(stream, "sha256").hexdigest())
 
 
 def _shards(tensors: Iterable[StateTensor], shard_bytes: int) -> Iterator[list[StateTensor]]:
@@ -113,13 +162,25 @@ def _shards(tensors: Iterable[StateTensor], shard_bytes: int) -> Iterator[list[S
         yield shard
 
 
-def describe_file(path: Path) -> StoredFile:
-    """Size and hash of a file as it is."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(_READ_BYTES):
-            digest.update(block)
-    return StoredFile(size_bytes=path.stat().st_size, sha256=digest.hexdigest())
+def _prune(directory: Path, keep: int, written: Path) -> None:
+    for old in complete_checkpoints(directory)[:-keep]:
+        if old == written:
+            continue
+        # Renamed first, durably: half of a checkpoint must never have the name of a whole one.
+        doomed = directory / f"{_UNFINISHED}{old.name}"
+        try:
+            os.rename(old, doomed)
+            _sync(directory)
+            _remove(doomed)
+        except OSError as error:
+            raise CheckpointError(f"{written} is complete, but {old} cannot be removed: {error}") from error
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _sync(path: Path) -> None:

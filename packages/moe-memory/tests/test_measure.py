@@ -1,0 +1,154 @@
+"""What autograd keeps, by hand; and peak memory by phase."""
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_memory import MoeMemoryError, OptimConfig, PeakMemory, SavedBytes, Zero1, measure
+from moe_memory.recompute import KEEP, RECOMPUTE, run_unit
+from moe_parallel import AxisGroups, ShardSpec
+
+CPU = torch.device("cpu")
+
+
+def test_saved_bytes_of_a_small_graph_by_hand():
+    """mul keeps both factors, relu its output, the second mul the same output and its factor; sum keeps nothing."""
+    x, w = torch.randn(10, 3, requires_grad=True), torch.randn(3, requires_grad=True)
+    v = torch.randn(10, 3, dtype=torch.float64, requires_grad=True)
+    with SavedBytes() as saved:
+        loss = ((x * w).relu() * v).sum()
+    assert saved.total_bytes == 10 * 3 * 4 + 3 * 4 + 10 * 3 * 4 + 10 * 3 * 8
+    assert saved.num_storages == 4
+    with SavedBytes(exclude=[w, v]) as saved:
+        ((x * w).relu() * v).sum()
+    assert saved.total_bytes == 2 * 10 * 3 * 4
+    loss.backward()
+    expected = torch.autograd.grad(((x * w).relu() * v).sum(), [x, w, v])
+    for tensor, gradient in zip((x, w, v), expected, strict=True):
+        assert torch.equal(tensor.grad, gradient)
+
+
+def test_views_of_one_storage_count_once_and_whole():
+    base = torch.randn(100)
+    scale = torch.ones(1, requires_grad=True)
+    with SavedBytes(exclude=[scale]) as saved:
+        _ = [(base[start : start + 10].view(2, 5) * scale) for start in range(0, 90, 10)]
+    assert saved.total_bytes == 400
+    assert saved.num_storages == 1
+
+
+def test_parameters_in_a_bucket_are_excluded_through_any_of_them():
+    model = torch.nn.Linear(6, 4)
+    specs = {name: ShardSpec(name=name, shape=tuple(p.shape)) for name, p in model.named_parameters()}
+    Zero1(OptimConfig(), AxisGroups(), compute_dtype=torch.bfloat16).wrap(model, specs)
+    x = torch.randn(5, 6, dtype=torch.bfloat16)
+    with SavedBytes(exclude=model.parameters()) as saved:
+        model(x)
+    assert saved.total_bytes == 5 * 6 * 2
+
+
+def test_an_address_that_is_used_again_counts_again():
+    scale = torch.ones(1, requires_grad=True)
+    with SavedBytes(exclude=[scale]) as saved:
+        for _ in range(10):
+            (torch.randn(1000) * scale).sum()
+    assert saved.total_bytes == 40_000
+
+
+def test_only_what_is_saved_inside_counts_and_each_opening_starts_anew():
+    scale = torch.ones(1, requires_grad=True)
+    saved = SavedBytes(exclude=[scale])
+    for size in (10, 20):
+        torch.randn(500) * scale
+        with saved:
+            torch.randn(size) * scale
+        torch.randn(500) * scale
+        assert saved.total_bytes == 4 * size
+    with saved, torch.no_grad():
+        torch.randn(500) * scale
+    assert saved.total_bytes == 0
+
+
+def deep_unit(replay, x):
+    for _ in range(5):
+        x = torch.tanh(x * x)
+    return x
+
+
+def test_full_recompute_keeps_only_the_input_of_each_unit():
+    x = torch.randn(64, 32, requires_grad=True)
+    size = x.numel() * 4
+    found = {}
+    for policy in (KEEP, RECOMPUTE):
+        with SavedBytes() as saved:
+            y = x
+            for unit in range(3):
+                y = run_unit(policy, str(unit), deep_unit, y)
+        found[policy] = saved.total_bytes
+        y.sum().backward()
+    assert found[RECOMPUTE] == 3 * size
+    # Plain: the input, and the output of each of 15 tanh, which is the factor of the next multiplication too.
+    assert found[KEEP] == (1 + 3 * 5) * size
+
+
+requires_marks = pytest.mark.skipif(
+    PeakMemory(CPU).source != "VmHWM of the phase", reason="the system cannot reset the high-water mark of a process"
+)
+MEBI = 2**20
+
+
+@requires_marks
+def test_peak_memory_sees_an_allocation_in_its_phase_and_not_after():
+    memory = PeakMemory(CPU)
+    with memory.phase("before"):
+        pass
+    with memory.phase("large"):
+        torch.ones(200 * MEBI, dtype=torch.uint8)
+    with memory.phase("after"):
+        pass
+    peaks = memory.peaks_bytes
+    assert list(peaks) == ["before", "large", "after"]
+    assert peaks["large"] - peaks["before"] == pytest.approx(200 * MEBI, rel=0.1)
+    assert abs(peaks["after"] - peaks["before"]) < 20 * MEBI
+
+
+@requires_marks
+def test_a_phase_that_occurs_again_keeps_its_latest_peak():
+    memory = PeakMemory(CPU)
+    peaks = []
+    for size in (100, 0, 50):
+        with memory.phase("step"):
+            torch.ones(size * MEBI, dtype=torch.uint8)
+        peaks.append(memory.peaks_bytes["step"])
+    assert peaks[0] - peaks[1] == pytest.approx(100 * MEBI, rel=0.1)
+    assert peaks[2] - peaks[1] == pytest.approx(50 * MEBI, rel=0.1)
+
+
+def test_phases_do_not_nest_and_an_error_ends_a_phase():
+    memory = PeakMemory(CPU)
+    with memory.phase("outer"), pytest.raises(MoeMemoryError, match="'inner' cannot begin inside the phase 'outer'"):
+        memory.phase("inner").__enter__()
+    with pytest.raises(KeyError), memory.phase("failing"):
+        raise KeyError
+    with memory.phase("next"):
+        pass
+    assert set(memory.peaks_bytes) == {"outer", "failing", "next"}
+
+
+@pytest.mark.parametrize("missing", ["no reset", "no mark", "no file"])
+def test_without_a_mark_that_can_be_reset_the_source_says_so(missing, tmp_path, monkeypatch):
+    status = tmp_path / "status"
+    status.write_text("Name: x\nVmHWM:\t  123 kB\n" if missing == "no reset" else "Name: x\n")
+    if missing == "no reset":
+        monkeypatch.setattr(measure, "_CLEAR_REFS", tmp_path / "nowhere" / "clear_refs")
+    else:
+        monkeypatch.setattr(measure, "_CLEAR_REFS", tmp_path / "clear_refs")
+    monkeypatch.setattr(measure, "_STATUS", status if missing != "no file" else Path("/nowhere"))
+    memory = PeakMemory(CPU)
+    assert memory.source == "peak resident set since the start of the process"
+    with memory.phase("x"):
+        pass
+    expected = 123 * 1024 if missing == "no reset" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert memory.peaks_bytes["x"] == expected

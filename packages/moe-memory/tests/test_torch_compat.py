@@ -1,0 +1,29 @@
+"""What is used of torch beyond its public interface still does what it did."""
+
+import torch
+
+from moe_memory._torch_compat import write_count
+
+
+def test_write_count_sees_writes_through_views_and_not_those_of_data_aliases():
+    base = torch.zeros(6)
+    view, alias = base[:3], base[3:].data
+    counts = write_count(base), write_count(alias)
+    view.add_(1)
+    assert write_count(base) == write_count(view) == counts[0] + 1
+    assert write_count(alias) == counts[1]
+    alias.add_(1)
+    assert write_count(alias) == counts[1] + 1
+    assert base.tolist() == [1.0] * 6
+
+
+def test_autograd_writes_into_an_alias_that_is_the_gradient():
+    bucket = torch.zeros(4)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    gradient = bucket[2:].data
+    parameter.grad = gradient
+    before = write_count(gradient)
+    (parameter * 3).sum().backward()
+    assert parameter.grad is gradient
+    assert write_count(gradient) > before
+    assert bucket.tolist() == [0, 0, 3, 3]
