@@ -5,6 +5,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor
 
 from moe_kernels import MoeKernelsError, RouterConfig, Routing, route, scores, stable_top_k
@@ -309,3 +310,19 @@ def test_grouped_sigmoid_router_of_transformers() -> None:
         sorted_by_id(routing.ids_TK, routing.probs_TK), sorted_by_id(ids_TK, weights_TK), strict=True
     ):
         torch.testing.assert_close(got, expected)
+
+
+def test_r077_choices_can_be_repeated_under_checkpoint_without_a_mask():
+    logits = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
+    config = RouterConfig(top_k=2)
+    seen = []
+
+    def unit(logits):
+        routing = route(logits, config, ids_TK=seen[0] if seen else None)
+        seen.append(routing.ids_TK)
+        return (routing.probs_TK * torch.tensor([1.0, 3.0])).sum()
+
+    torch.utils.checkpoint.checkpoint(unit, logits, use_reentrant=False).backward()
+    (expected,) = torch.autograd.grad((route(logits, config).probs_TK * torch.tensor([1.0, 3.0])).sum(), logits)
+    assert len(seen) == 2
+    assert torch.equal(logits.grad, expected)

@@ -1,6 +1,8 @@
 """What autograd keeps, by hand; and peak memory by phase."""
 
+import gc
 import resource
+import weakref
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,21 @@ def test_an_address_that_is_used_again_counts_again():
         for _ in range(10):
             (torch.randn(1000) * scale).sum()
     assert saved.total_bytes == 40_000
+
+
+def test_a_measured_graph_is_freed_with_its_last_reference():
+    """exp keeps its own output; a node that held the very tensor would be a cycle that only the collector can free."""
+    x = torch.randn(3, requires_grad=True)
+    gc.disable()
+    try:
+        with SavedBytes() as saved:
+            y = x.exp()
+        assert saved.total_bytes == 3 * 4
+        watched = weakref.ref(y)
+        del y
+        assert watched() is None
+    finally:
+        gc.enable()
 
 
 def test_only_what_is_saved_inside_counts_and_each_opening_starts_anew():

@@ -139,9 +139,9 @@ def test_kill_at_a_random_moment_of_a_save_and_resume(seed, tmp_path, uninterrup
     """Ten moments drawn from all file operations of the three saves of a run, each followed by a second kill."""
     directory = tmp_path / "run"
     draw = random.Random(seed)
-    first = run_child(directory, before=die_at_file_operation(directory, draw.randint(1, 45)))
+    first = run_child(directory, before=die_at_file_operation(directory, draw.randint(1, 36)))
     assert first in (KILLED, 0)
-    second = run_child(directory, "--resume", before=die_at_file_operation(directory, draw.randint(1, 45)))
+    second = run_child(directory, "--resume", before=die_at_file_operation(directory, draw.randint(1, 36)))
     assert second in (KILLED, 0)
     assert KILLED in (first, second)
     assert run_child(directory, "--resume") == 0

@@ -73,15 +73,12 @@ def route(
     if valid_T is not None:
         bad_T = bad_T & valid_T
         logits_TE = logits_TE.masked_fill(~valid_T[:, None], 0)
-    all_chosen = ids_TK is None and valid_T is None
     if ids_TK is None:
         ids_TK = _choose(logits_TE.detach(), config, bias_E)
     if valid_T is not None:
         ids_TK = ids_TK.masked_fill(~valid_T[:, None], -1)
-    if all_chosen:
-        probs_TK = _weigh(logits_TE, ids_TK, config)
-    else:
-        probs_TK = _weigh(logits_TE, ids_TK.clamp(min=0), config).masked_fill(ids_TK < 0, 0)
+    # Masked even where every choice is valid: a recomputed forward, which repeats ids, must save the same tensors.
+    probs_TK = _weigh(logits_TE, ids_TK.clamp(min=0), config).masked_fill(ids_TK < 0, 0)
     return Routing(ids_TK=ids_TK, probs_TK=probs_TK, num_experts=num_experts, bad_rows=bad_T.sum())
 
 

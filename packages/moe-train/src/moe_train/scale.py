@@ -138,7 +138,7 @@ class StepScale:
 
 
 def _occupied(group_B: Tensor, count_B: Tensor) -> int:
-    return int(group_B[count_B > 0].unique().numel())
+    return len(set(group_B[count_B > 0].tolist()))
 
 
 def _sum_by(flag_T: Tensor, group_T: Tensor, num_groups: int, dtype: torch.dtype) -> Tensor:

@@ -60,7 +60,7 @@ def forward_backward(
         weights = scale.microbatch(on_device, training.dtype, window)
         loss_T, found = microbatch_loss(training, on_device, weights)
         part = (loss_T * weights.target_weight_T).sum()
-        part.backward()
+        torch.autograd.backward(part)
         training.engine.grads_ready(training.parameter_names, last=index == len(microbatches) - 1)
         loss += part.detach()
         statistics = found if statistics is None else statistics + found

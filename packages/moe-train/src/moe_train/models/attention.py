@@ -50,4 +50,5 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BSHF, k_BSGF = self.q_norm(q_BSHF), self.k_norm(k_BSGF)
         out_BSHF = self.core(apply_rope(q_BSHF, *rope), apply_rope(k_BSGF, *rope), v_BSGF, info)
-        return self.o_proj(out_BSHF.flatten(2))
+        out_BSD: Tensor = self.o_proj(out_BSHF.flatten(2))
+        return out_BSD
