@@ -109,7 +109,7 @@ def test_resume_refuses_another_configuration_and_shows_the_difference(training,
     main(["run", "tiny_moe", "train.steps=3", "--run-dir", "here"])
     assert main(["run", "tiny_moe", "train.threads=2", "--run-dir", "here", "--resume"]) == 2
     message = capsys.readouterr().err
-    assert "train.steps: 3 -> 300" in message
+    assert "train.steps: 3 -> 200" in message
     assert 'train.threads: "none" -> 2' in message
     assert "moe-train run here/config.toml --run-dir here --resume" in message
     assert len(training) == 1
@@ -189,7 +189,7 @@ def test_config_diff_of_recipe_file_and_run(training, capsys, tmp_path):
     main(["run", "tiny_moe", "train.steps=3", "--run-dir", "here"])
     capsys.readouterr()
     assert main(["config", "diff", "all.toml", "here"]) == 0
-    assert capsys.readouterr().out == "train.steps: 300 -> 3\ntrain.seed: 9 -> 0\n"
+    assert capsys.readouterr().out == "train.steps: 200 -> 3\ntrain.seed: 9 -> 0\n"
     assert main(["config", "diff", "tiny_moe", "tiny_moe"]) == 0
     assert capsys.readouterr().out == "no difference\n"
 

@@ -12,6 +12,7 @@ from moe_memory.data_parallel import DataParallelEngine, build_engine
 from moe_memory.initialise import initialise
 from moe_memory.recompute import activation_policy
 from moe_parallel import AxisGroups, Groups, LocalAttention
+from moe_train.allocator import keep_freed_memory
 from moe_train.config.tree import TrainConfig
 from moe_train.data.corpus import load_documents
 from moe_train.data.entropy import TextEntropy, text_entropy
@@ -67,12 +68,15 @@ class Training:
 def assemble(config: TrainConfig) -> Training:
     """Build a training from a validated configuration.
 
-    Sets torch's thread count and deterministic mode for the process, as `train.threads` and `train.deterministic` say.
+    Sets torch's thread count and deterministic mode for the process, as `train.threads` and `train.deterministic` say,
+    and on a CPU the allocator.
 
     Raises:
         MoeTrainError and the packages' own errors: a chosen backend cannot run here.
     """
     device = _device(config.train.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     # As torch.use_deterministic_algorithms, which also imports torch's compiler: two seconds.

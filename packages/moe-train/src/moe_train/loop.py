@@ -58,13 +58,16 @@ def _steps(
 ) -> None:
     config = training.config
     memory = PeakMemory(training.device)
+    began, first_step = time.perf_counter(), progress.step
     while progress.step < config.train.steps:
         started = time.perf_counter()
         batch = training.data.train.next_batch()
         with memory.phase("step"):
             result = run_step(training, batch, updates=progress.updates, window=_window(training, progress))
         _advance(progress, result)
-        record = _record(training, progress, result, time.perf_counter() - started, memory.peaks_bytes["step"])
+        now = time.perf_counter()
+        eta = (now - began) / (progress.step - first_step) * (config.train.steps - progress.step)
+        record = _record(training, progress, result, now - started, memory.peaks_bytes["step"], eta)
         load = LoadRecord(step=progress.step, counts=result.statistics.counts.tolist())
         for sink in sinks:
             sink.write(record)
@@ -112,7 +115,12 @@ def _advance(progress: Progress, result: StepResult) -> None:
 
 
 def _record(
-    training: Training, progress: Progress, result: StepResult, step_seconds: float, peak_bytes: int
+    training: Training,
+    progress: Progress,
+    result: StepResult,
+    step_seconds: float,
+    peak_bytes: int,
+    eta_seconds: float,
 ) -> StepRecord:
     statistics = result.statistics
     counts_LE = statistics.counts.to(torch.float64)
@@ -136,7 +144,7 @@ def _record(
         tokens_per_second=rate,
         flops_per_second=rate * training.costs.flops_matmul(training.config.data.sequence_length),
         memory_peak_bytes=peak_bytes,
-        eta_seconds=(training.config.train.steps - progress.step) * step_seconds,
+        eta_seconds=eta_seconds,
     )
 
 

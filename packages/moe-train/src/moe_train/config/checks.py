@@ -53,15 +53,6 @@ def _batch_problems(config: TrainConfig) -> list[Problem]:
                 legal=f"1 to {train.global_batch_sequences}",
             )
         )
-    if train.valid_interval_steps is not None and config.data.valid_fraction == 0:
-        found.append(
-            Problem(
-                key="data.valid_fraction",
-                value=0.0,
-                rule=f"leaves nothing to validate on every train.valid_interval_steps = {train.valid_interval_steps}",
-                next_step="give a share above 0",
-            )
-        )
     return found
 
 

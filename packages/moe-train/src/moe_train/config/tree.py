@@ -39,8 +39,8 @@ class DataConfig:
     def problems(self) -> list[Problem]:
         """Every violated rule."""
         found = _too_small("data", self, 1, ["sequence_length"]) + _too_small("data", self, 0, ["seed"])
-        if not 0 <= self.valid_fraction < 1:
-            rule = "a share of the tokens is at least 0 and below 1"
+        if not 0 < self.valid_fraction < 1:
+            rule = "a share of the tokens is above 0 and below 1, because every run ends with a validation"
             found.append(Problem(key="data.valid_fraction", value=self.valid_fraction, rule=rule))
         return found
 

@@ -180,8 +180,8 @@ METRICS = (
         "eta_seconds",
         "eta",
         "s",
-        "Time that the remaining steps will take at the pace of this one.",
-        "(train.steps - step) * step_seconds",
+        "Time that the remaining steps will take at the mean pace since the start, validation and saving included.",
+        "(train.steps - step) * seconds since the start / steps since the start",
         "falls",
     ),
     Metric(

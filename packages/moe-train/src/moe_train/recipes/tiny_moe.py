@@ -22,7 +22,7 @@ def build() -> TrainConfig:
             balance=BalanceConfig(aux=1e-2, z=1e-3),
         ),
         optim=OptimConfig(lr=3e-3),
-        train=LoopConfig(steps=300, global_batch_sequences=16, microbatch_sequences=16),
+        train=LoopConfig(steps=200, global_batch_sequences=16, microbatch_sequences=16),
     )
 
 
