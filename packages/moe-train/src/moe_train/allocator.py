@@ -18,4 +18,5 @@ def keep_freed_memory() -> bool:
     except (AttributeError, OSError):
         return False
     settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 2**26))
-    return all([mallopt(parameter, value) == 1 for parameter, value in settings])
+    accepted = [mallopt(parameter, value) == 1 for parameter, value in settings]
+    return all(accepted)
