@@ -174,7 +174,7 @@ def minimum(session: nox.Session, pkg: str) -> None:
         project = tomllib.loads((ROOT / "packages" / name / "pyproject.toml").read_text())["project"]
         found = [re.fullmatch(r"([\w.-]+)>=([\w.]+)(?:,.*)?", line) for line in project["dependencies"]]
         lowest += [f"{m[1]}=={m[2]}" for m in found if m and m[1] != "torch" and not m[1].startswith("moe-stack-")]
-    session.run("python", "-m", "pip", "install", "-q", "--no-deps", *sorted(set(lowest)), env=QUIET)
+    session.run("python", "-m", "pip", "install", "-q", *sorted(set(lowest)), env=QUIET)
     install_wheels(session, pkg)
     session.log("the lowest torch is not run here: only the pinned one is installed")
     run_pytest(session, pkg, "-q", *session.posargs)
