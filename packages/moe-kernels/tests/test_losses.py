@@ -259,3 +259,18 @@ def test_r002_the_gradient_is_linear_in_the_coefficient(loss_of: str) -> None:
 
     torch.testing.assert_close(grad(2.0), 2 * grad(1.0), rtol=1e-12, atol=0)
     assert grad(1.0).any()
+
+
+def test_r092_packed_documents_have_the_losses_and_gradients_of_rows_of_their_own() -> None:
+    scores_TE, ids_TK = drawn(8, 4, 2)
+    packed_TE = scores_TE.clone().requires_grad_()
+    segment_T = torch.tensor([0] * 5 + [1] * 3)
+    packed_G = balance_loss(packed_TE, ids_TK, segment_T, 2)
+    (packed_grad_TE,) = torch.autograd.grad(packed_G.sum(), packed_TE)
+    for segment, rows in enumerate((slice(0, 5), slice(5, 8))):
+        alone_TE = scores_TE[rows].clone().requires_grad_()
+        alone = reference(alone_TE, ids_TK[rows])
+        (alone_grad_TE,) = torch.autograd.grad(alone, alone_TE)
+        torch.testing.assert_close(packed_G[segment], alone, rtol=1e-12, atol=0)
+        torch.testing.assert_close(packed_grad_TE[rows], alone_grad_TE, rtol=1e-12, atol=1e-15)
+    assert abs(float(packed_G.detach().mean() - reference(scores_TE, ids_TK))) > 1e-3

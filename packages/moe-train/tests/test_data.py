@@ -135,3 +135,11 @@ def test_the_order_is_pinned():
         8,
         5,
     ]
+
+
+def test_r116_the_end_of_a_document_is_a_target_and_only_padding_is_masked():
+    end = ByteTokenizer.end_of_document
+    tokens = np.array([1, 5, end, 7, end], dtype=np.int32)
+    batch = WindowSource(tokens, sequence_length=6, batch_sequences=1, seed=None).next_batch()
+    assert batch.target_BS[batch.target_mask_BS].tolist() == [5, end, 7, end]
+    assert batch.target_mask_BS.tolist() == [[True] * 4 + [False] * 2]

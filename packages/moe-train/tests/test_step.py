@@ -208,3 +208,21 @@ def test_steps_are_bitwise_repeatable():
         runs.append(([r.loss for r in results], {t.name: t.tensor.clone() for t in run.engine.state_tensors()}))
     assert runs[0][0] == runs[1][0]
     assert all(torch.equal(value, runs[1][1][name]) for name, value in runs[0][1].items())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_r107_tied_is_one_parameter_and_untied_are_two(tied):
+    run = training(f"model.tied_embeddings={str(tied).lower()}")
+    parameters = dict(run.model.named_parameters())
+    before = {name: value.detach().clone() for name, value in parameters.items()}
+    for updates in range(5):
+        run_step(run, run.data.train.next_batch(), updates=updates, window=None)
+    assert not torch.equal(parameters["embedding.weight"], before["embedding.weight"])
+    saved = {tensor.name for tensor in run.engine.state_tensors()}
+    assert ("master/head.weight" in saved) is not tied
+    if not tied:
+        assert not torch.equal(parameters["head.weight"], parameters["embedding.weight"])
+        batch = run.data.train.next_batch()
+        with torch.no_grad():
+            parameters["head.weight"].zero_()
+            assert not run.model(batch.token_BS, batch.sequence_info(), None).logits_BSV.any()

@@ -63,7 +63,7 @@ class RowRules(Harness):
 
         self.on_cases(self.edge_cases(world), on_rank)
 
-    def test_every_row_meets_its_expert(self, world: int) -> None:
+    def test_r042_every_row_meets_its_expert(self, world: int) -> None:
         """Expert e multiplies by e + 1, so that a row at a neighbour's expert shows in the result."""
 
         def on_rank(case: Case, rank: int, dispatcher: TokenDispatcher[Any]) -> None:
