@@ -8,7 +8,14 @@ from moe_train.cli import main
 from moe_train.observe.jsonl import read_jsonl
 
 # The experts of one layer as a single dense one, of the size that a token meets in the recipe: 2 of 8 experts of 128.
-SINGLE_EXPERT = ["model.num_experts=1", "model.router.top_k=1", "model.expert_features=256", "model.balance.aux=0.0"]
+# Its one weight is 1, as the two weights of a token add up to one expert each.
+SINGLE_EXPERT = [
+    "model.num_experts=1",
+    "model.router.top_k=1",
+    "model.router.scale=1.0",
+    "model.expert_features=256",
+    "model.balance.aux=0.0",
+]
 
 
 def run(directory, *overrides):

@@ -18,8 +18,10 @@ def build() -> TrainConfig:
             head_features=32,
             num_experts=8,
             expert_features=128,
-            router=RouterConfig(top_k=2, score="softmax", normalize=True),
+            # Weights that add up to K: each chosen expert starts at the size of a dense layer.
+            router=RouterConfig(top_k=2, score="softmax", normalize=True, scale=2.0),
             balance=BalanceConfig(aux=1e-2, z=1e-3),
+            init_std=0.08,
         ),
         optim=OptimConfig(lr=3e-3),
         train=LoopConfig(steps=200, global_batch_sequences=16, microbatch_sequences=16),
