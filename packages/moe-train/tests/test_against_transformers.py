@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers", exc_type=ImportError)
 
 def ours_and_theirs(normalize):
     with short_corpus():
-        run = assemble(small_config(f"model.router.normalize={str(normalize).lower()}"))
+        run = assemble(small_config(f"model.router.normalize={str(normalize).lower()}", "model.router.scale=1.0"))
     model = run.config.model
     qwen = transformers.Qwen3MoeConfig(
         vocab_size=257,
