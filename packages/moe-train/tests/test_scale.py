@@ -54,5 +54,5 @@ def test_a_batch_without_any_token_gives_zero_weights_and_no_nan(loss_norm):
 
 def test_balance_microbatches_follow_the_global_order():
     whole = batch([4] * 8)
-    joined = [part.balance_T // 1 for part in weights(whole, 4, "token", balance_sequences=2)]
+    joined = [part.balance_T for part in weights(whole, 4, "token", balance_sequences=2)]
     assert [part.tolist() for part in joined] == [[0] * 8 + [1] * 8] * 2

@@ -81,7 +81,8 @@ def restore(training: Training, run: RunDirectory) -> Progress:
         engine, data = state["engine"], state["data"]
     except (KeyError, TypeError) as error:
         raise MoeTrainError(f"the state in {path / 'index.json'} is incomplete: {error!r}") from error
+    # Weights last: whatever can be refused is refused before one is touched.
+    training.data.train.load_state(data)
     load_tensors(path, training.engine.state_tensors())
     training.engine.load_finished(engine)
-    training.data.train.load_state(data)
     return progress

@@ -26,7 +26,3 @@ class ByteTokenizer:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD, an end of document becomes a newline."""
         raw = bytes(10 if token == self.end_of_document else token for token in tokens)
         return raw.decode("utf-8", errors="replace")
-
-    def count_bytes(self, tokens: npt.NDArray[np.int32]) -> int:
-        """Number of text bytes that the tokens stand for; an end of document stands for one (its newline)."""
-        return int(tokens.size)
