@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -91,6 +92,11 @@ def in_memory_store() -> Any:
     return import_module("torch.distributed").HashStore()
 
 
+def file_store(path: Path, world: int) -> Any:
+    """A key-value store in a file that the processes of one machine share."""
+    return import_module("torch.distributed").FileStore(str(path), world)
+
+
 def _threaded() -> Any:
     return import_module("torch.testing._internal.distributed.multi_threaded_pg")
 
@@ -102,3 +108,15 @@ def _observed(method: Callable[..., object], name: str, observe: Observer) -> Ca
             return method(group, *args, **kwargs)
 
     return call
+
+
+def all_gather_into(out: Any, x: Any, group: ProcessGroup) -> Any:
+    """`all_gather_into_tensor`, which 2.13 renames; asynchronous."""
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return call(out, x, group=group, async_op=True)
+
+
+def reduce_scatter_into(out: Any, x: Any, group: ProcessGroup) -> Any:
+    """`reduce_scatter_tensor`, which 2.13 renames; asynchronous."""
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return call(out, x, group=group, async_op=True)

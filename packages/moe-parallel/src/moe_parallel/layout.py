@@ -61,6 +61,15 @@ class ParallelLayout:
         """Data-parallel degree of experts, `world / (etp * ep * pp)`; raises if the layout is illegal."""
         return self._sizes["edp"]
 
+    def size(self, axis: str) -> int:
+        """Number of ranks on one of the seven axes.
+
+        Raises:
+            MoeParallelError: the axis is unknown, or the layout is illegal.
+        """
+        self._view((axis,))
+        return self._sizes[axis]
+
     def problems(self, *, num_experts: int | None = None) -> list[Problem]:
         """Every violated rule, in a fixed order; empty for a legal layout.
 

@@ -25,6 +25,7 @@ from moe_parallel._torch_compat import (
     threaded_world,
 )
 from moe_parallel.errors import MoeParallelError
+from moe_parallel.forked import run_distributed as run_distributed
 from moe_parallel.groups import AxisGroups
 from moe_parallel.layout import ParallelLayout
 
@@ -41,9 +42,9 @@ _one_run_at_a_time = threading.Lock()
 def run_threads(world: int, fn: Callable[[int, AxisGroups], T], *, timeout_s: float = 60) -> list[T]:
     """Run `fn(rank, groups)` once per rank, each in its own thread, and return the results by rank.
 
-    `groups` has the axis `ep` = the whole world. Collectives of `torch.distributed`, functional collectives and their
-    backward work, point-to-point calls do not. Threads share the process: random generators, default dtype and other
-    global settings of torch are common to all ranks, so seed a generator per rank.
+    `groups` has the axes `ep` and `world`, both the whole world. Collectives of `torch.distributed`, functional
+    collectives and their backward work, point-to-point calls do not. Threads share the process: random generators,
+    default dtype and other global settings of torch are common to all ranks, so seed a generator per rank.
 
     A run always ends. If a rank fails, the ranks that wait for it end too. Ranks that wait for a rank that has
     returned, or for each other in different groups, or that meet in different collectives, are noticed at once.
@@ -221,7 +222,9 @@ def _run(world: int, fn: Callable[[int, AxisGroups], T], timeout_s: float) -> li
                 THREADED_BACKEND, rank=rank, world_size=world, store=store, timeout=timedelta(seconds=timeout_s)
             )
             try:
-                results[rank] = fn(rank, AxisGroups({"ep": cast(ProcessGroup, dist.group.WORLD)}))
+                results[rank] = fn(
+                    rank, AxisGroups(dict.fromkeys(("ep", "world"), cast(ProcessGroup, dist.group.WORLD)))
+                )
             finally:
                 if not ranks.abandoned:
                     dist.destroy_process_group()

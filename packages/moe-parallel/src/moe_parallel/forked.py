@@ -1,0 +1,163 @@
+"""Several ranks on one machine without a launcher: `run_distributed` forks them, for tests and for `moe-train verify`.
+
+A forked process has torch imported already, so that four ranks over gloo start in a tenth of a second. Forking is not
+possible once CUDA is initialised.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from moe_parallel._torch_compat import file_store
+from moe_parallel.collectives import CollectiveError
+from moe_parallel.errors import MoeParallelError
+from moe_parallel.layout import ParallelLayout
+from moe_parallel.mesh import FoldedMesh
+from moe_parallel.world import RankError, explain
+
+T = TypeVar("T")
+
+# After one rank has failed the others may still say why they failed; after a kill a process needs a moment to go.
+_GRACE_S = 3.0
+
+
+def run_distributed(
+    layout: ParallelLayout,
+    fn: Callable[[FoldedMesh], T],
+    *,
+    timeout_s: float = 30,
+    limit_s: float = 120,
+) -> list[T]:
+    """Run `fn(mesh)` in one forked process per rank, over gloo, with one thread each; returns the results by rank.
+
+    Results travel by pickle. No process is left behind, whatever happens.
+
+    Args:
+        timeout_s: of every collective.
+        limit_s: of the whole run.
+
+    Raises:
+        Exception: what the first failing rank raised, with a note that names the rank.
+        MoeParallelError: a rank died or did not end in time; the message names it.
+    """
+    layout.check()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise MoeParallelError(
+            "CUDA is initialised in this process, so it cannot fork ranks; use a launcher (torchrun)"
+        )
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        processes, pipes = [], []
+        for rank in range(layout.world):
+            receiver, sender = context.Pipe(duplex=False)
+            arguments = (rank, layout, fn, Path(folder) / "store", timeout_s, sender)
+            process = context.Process(target=_work, args=arguments, name=f"rank {rank}", daemon=True)
+            process.start()
+            sender.close()
+            processes.append(process)
+            pipes.append(receiver)
+        try:
+            answers = _collect(processes, pipes, limit_s)
+        finally:
+            _end(processes)
+            for pipe in pipes:
+                pipe.close()
+    return _results(processes, answers, limit_s)
+
+
+def _work(
+    rank: int, layout: ParallelLayout, fn: Callable[[FoldedMesh], Any], file: Path, timeout_s: float, pipe: Connection
+) -> None:
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=timeout_s)
+    answer: tuple[str, Any]
+    store = file_store(file, layout.world)
+    store.set_timeout(timeout)
+    try:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.world, timeout=timeout)
+        answer = ("result", fn(FoldedMesh(layout, timeout_s=timeout_s)))
+    except Exception as error:
+        explain(error, store, rank=rank, world=layout.world)
+        error.add_note(f"raised on rank {rank} of {layout.world}, {_where(layout, rank)}")
+        error.add_note("".join(traceback.format_tb(error.__traceback__)).rstrip())
+        answer = ("error", (time.time(), error))
+    try:
+        pipe.send(answer)
+    except Exception as error:  # what was to be sent cannot be pickled
+        words = f"rank {rank}: {answer[0]} {answer[1]!r} cannot be sent to the parent: {error}"
+        pipe.send(("error", (time.time(), MoeParallelError(words))))
+    pipe.close()
+    # Not sys.exit: the parent's exit handlers, such as those of a test runner, are not this process's to run. Groups
+    # are not destroyed either: that may wait for peers which have failed.
+    os._exit(0 if answer[0] == "result" else 1)
+
+
+def _where(layout: ParallelLayout, rank: int) -> str:
+    return " ".join(f"{axis}={place}" for axis, place in layout.coordinates(rank).items() if layout.size(axis) > 1)
+
+
+def _collect(processes: Sequence[BaseProcess], pipes: list[Connection], limit_s: float) -> dict[int, tuple[str, Any]]:
+    """Answers by rank, until all have answered or ended, or one has failed and the others had their grace."""
+    answers: dict[int, tuple[str, Any]] = {}
+    deadline = time.monotonic() + limit_s
+    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while open_pipes and (left := deadline - time.monotonic()) > 0:
+        for ready in wait(list(open_pipes), timeout=left):
+            assert isinstance(ready, Connection)
+            rank = open_pipes.pop(ready)
+            try:
+                answers[rank] = ready.recv()
+            except EOFError:
+                processes[rank].join(_GRACE_S)
+                answers[rank] = ("died", processes[rank].exitcode)
+            if answers[rank][0] != "result":
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+    return answers
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        process.join(0.5 if process.exitcode is None else 0)
+        if process.is_alive():
+            process.kill()
+        process.join()
+
+
+def _results(processes: Sequence[BaseProcess], answers: dict[int, tuple[str, Any]], limit_s: float) -> list[Any]:
+    died = [
+        f"rank {rank} died with exit code {code}" for rank, (kind, code) in sorted(answers.items()) if kind == "died"
+    ]
+    errors = sorted(
+        (
+            (when, rank, error)
+            for rank, (kind, content) in answers.items()
+            if kind == "error"
+            for when, error in [content]
+        ),
+        # Those that only tell of another rank come last.
+        key=lambda entry: (isinstance(entry[2], RankError | CollectiveError), *entry[:2]),
+    )
+    if died:
+        # A death explains the errors of the others, which only lost their peer.
+        raise MoeParallelError("; ".join(died + [f"rank {rank}: {_text(error)}" for _, rank, error in errors]))
+    if errors:
+        raise errors[0][2]
+    silent = [str(rank) for rank in range(len(processes)) if rank not in answers]
+    if silent:
+        raise MoeParallelError(f"rank {', '.join(silent)} did not end within {limit_s:g} s")
+    return [answers[rank][1] for rank in range(len(processes))]
+
+
+def _text(error: BaseException) -> str:
+    return "; ".join([str(error), *getattr(error, "__notes__", [])[:1]])

@@ -1,0 +1,1 @@
+"""Microbatches through the layers of a rank: schedules as data, chunks of layers, and their runtime."""

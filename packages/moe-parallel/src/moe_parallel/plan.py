@@ -1,0 +1,84 @@
+"""The plan of a model: what its parameters are globally, declared by name pattern."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from moe_parallel.errors import MoeParallelError
+from moe_parallel.groups import Groups
+from moe_parallel.sharding import Box, ParameterKind, ShardSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRule:
+    """How the parameters whose global name matches are split.
+
+    Attributes:
+        pattern: of global names, as of `fnmatch`.
+        kind, placements, grad_sum_axes: as in `ShardSpec`.
+    """
+
+    pattern: str
+    kind: ParameterKind = ParameterKind.DENSE
+    placements: tuple[tuple[str, int], ...] = ()
+    grad_sum_axes: tuple[str, ...] = ()
+
+
+def shard_specs(model: "nn.Module", rules: Sequence[PlanRule], groups: Groups) -> dict[str, ShardSpec]:
+    """Specs by global name, in the order of the model; the first rule that matches wins, without one a parameter is
+    dense and whole on every rank.
+
+    Args:
+        model: holds the part of every parameter that belongs to this rank.
+
+    Raises:
+        MoeParallelError: a rule that no parameter reaches (a pattern without effect is a mistake), or that splits a
+            dim which a parameter does not have.
+    """
+    specs, reached = {}, set()
+    for name, parameter in model.named_parameters():
+        number = next((n for n, rule in enumerate(rules) if fnmatchcase(name, rule.pattern)), None)
+        if number is None:
+            specs[name] = ShardSpec(name=name, shape=tuple(parameter.shape))
+            continue
+        reached.add(number)
+        rule, shape = rules[number], list(parameter.shape)
+        for axis, dim in rule.placements:
+            if not 0 <= dim < len(shape):
+                raise MoeParallelError(f"the plan splits dim {dim} of {name} over {axis}, but it has {len(shape)} dims")
+            shape[dim] *= groups.size(axis)
+        specs[name] = ShardSpec(
+            name=name,
+            shape=tuple(shape),
+            kind=rule.kind,
+            placements=rule.placements,
+            grad_sum_axes=rule.grad_sum_axes,
+        )
+    unreached = [rule.pattern for number, rule in enumerate(rules) if number not in reached]
+    if unreached:
+        raise MoeParallelError(f"the patterns {', '.join(unreached)} of the plan match none of {', '.join(specs)}")
+    return specs
+
+
+def local_box(spec: ShardSpec, groups: Groups) -> Box:
+    """The part of a parameter that this rank holds.
+
+    Several placements on one dim nest, the first outermost.
+
+    Raises:
+        MoeParallelError: a dim does not divide.
+    """
+    offset, shape = [0] * len(spec.shape), list(spec.shape)
+    for axis, dim in spec.placements:
+        size = groups.size(axis)
+        if shape[dim] % size:
+            raise MoeParallelError(
+                f"dim {dim} of {spec.name} has {shape[dim]} entries, not a multiple of {axis} = {size}"
+            )
+        shape[dim] //= size
+        offset[dim] += groups.rank(axis) * shape[dim]
+    return Box(tuple(offset), tuple(shape))

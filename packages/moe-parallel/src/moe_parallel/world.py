@@ -1,0 +1,171 @@
+"""The ranks of one run: how a process joins them, and what they tell each other when something fails.
+
+A launcher such as torchrun tells a process its place in environment variables (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`,
+`MASTER_ADDR`, `MASTER_PORT`); without them a process is a world of its own.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from moe_parallel.collectives import CollectiveError, all_gather
+from moe_parallel.errors import MoeParallelError
+
+# How long a failing rank waits for what the others have to say about it.
+_REPORT_WAIT_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a launcher has put this process.
+
+    Attributes:
+        rank: 0 <= rank < world.
+        world: number of processes.
+        local_rank: number of this process on its machine.
+    """
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+
+    @classmethod
+    def from_environment(cls) -> "Place":
+        """What the launcher says; the only process of its world where there is none.
+
+        Raises:
+            MoeParallelError: it says something that is no place.
+        """
+        if "WORLD_SIZE" not in os.environ:
+            return cls()
+        try:
+            place = cls(
+                rank=int(os.environ["RANK"]),
+                world=int(os.environ["WORLD_SIZE"]),
+                local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            )
+        except (KeyError, ValueError) as error:
+            raise MoeParallelError(f"RANK and WORLD_SIZE of the launcher cannot be read: {error}") from error
+        if not 0 <= place.rank < place.world:
+            raise MoeParallelError(f"RANK = {place.rank} is outside a world of WORLD_SIZE = {place.world} processes")
+        return place
+
+
+@contextmanager
+def joined(place: Place, *, device: torch.device, timeout_s: float) -> Iterator[None]:
+    """Be part of the default process group while the context is open; nothing to do in a world of one.
+
+    Collectives over CPU tensors use gloo, those over CUDA tensors NCCL. If the body raises, the other ranks can read
+    why (`explain`).
+
+    Raises:
+        MoeParallelError: the ranks did not find each other in time.
+    """
+    if place.world == 1:
+        yield
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store, _, _ = next(rendezvous("env://", place.rank, place.world, timeout=timeout))
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        raise MoeParallelError(
+            f"rank {place.rank} of {place.world} could not join the others within {timeout_s:g} s: {error}"
+        ) from error
+    try:
+        yield
+    except Exception as error:
+        explain(error, store, rank=place.rank, world=place.world)
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def explain(error: Exception, store: Any, *, rank: int, world: int) -> None:
+    """Tell the other ranks what ended this one, and add what they said to the error as a note.
+
+    Of a collective that failed the note names the ranks that have not reported any failure: they died without a word,
+    or are busy with something else.
+    """
+    lost = isinstance(error, CollectiveError)
+    report = json.dumps({"lost": lost, "text": f"{type(error).__name__}: {error}"[:2000]})
+    try:
+        store.set(_key(rank), report)
+        if lost:
+            error.add_note(_what_others_say(store, [other for other in range(world) if other != rank]))
+    except RuntimeError:  # the store died with its rank
+        error.add_note("the other ranks cannot be asked what happened: the rendezvous is gone")
+
+
+def _what_others_say(store: Any, others: list[int]) -> str:
+    reports: dict[int, dict[str, Any]] = {}
+    deadline = time.monotonic() + _REPORT_WAIT_S
+    while len(reports) < len(others):
+        for other in others:
+            if other not in reports and store.check([_key(other)]):
+                reports[other] = json.loads(store.get(_key(other)))
+        if time.monotonic() > deadline or any(not report["lost"] for report in reports.values()):
+            break
+        time.sleep(0.05)
+    causes = [
+        f"rank {other} failed with {report['text']}" for other, report in sorted(reports.items()) if not report["lost"]
+    ]
+    silent = sorted(set(others) - set(reports))
+    if causes:
+        return "; ".join(causes)
+    if silent:
+        names = ", ".join(map(str, silent))
+        return f"no report from rank{'s' if len(silent) > 1 else ''} {names}: dead, or busy with something else"
+    return "every other rank lost its peers as well"
+
+
+def _key(rank: int) -> str:
+    return f"moe_parallel/failure/{rank}"
+
+
+def gather_json(value: Any) -> list[Any]:
+    """The JSON values of all ranks of the world, by rank. Collective; a small control message, not for tensors."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [json.loads(json.dumps(value))]
+    world = dist.group.WORLD
+    assert world is not None
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = all_gather(torch.tensor([text.numel()]), world).wait().tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: text.numel()] = text
+    rows = all_gather(padded, world).wait().view(len(sizes), -1)
+    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
+
+
+class RankError(MoeParallelError):
+    """Something failed on another rank, or on several; the message names them and what they said."""
+
+
+def agree(error: Exception | None, *, where: Sequence[str] = ()) -> None:
+    """Make a failure on one rank a failure on all. Collective: every rank calls it after a step that may fail alone.
+
+    Args:
+        error: what happened here, or None.
+        where: further words about this rank for the message, such as its coordinates.
+
+    Raises:
+        Exception: the error of this rank.
+        RankError: nothing happened here, but elsewhere.
+    """
+    text = None if error is None else f"{' '.join([*where, type(error).__name__])}: {error}"
+    said = gather_json(text)
+    if error is not None:
+        raise error
+    failures = [f"rank {rank}: {words}" for rank, words in enumerate(said) if words is not None]
+    if failures:
+        raise RankError("; ".join(failures))
