@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_comm import DISPATCHERS, LocalConfig, MoeCommError, build_dispatcher
+from moe_comm import DISPATCHERS, AllToAllConfig, LocalConfig, MoeCommError, build_dispatcher
+from moe_comm.alltoall import AllToAllDispatcher
 from moe_comm.local import LocalDispatcher
 from moe_kernels import PluginError
 from moe_parallel import AxisGroups
@@ -21,17 +22,18 @@ class OtherConfig:
     kind: str
 
 
-def test_the_built_in_dispatcher_is_an_entry_point_like_any_other():
-    assert "local" in DISPATCHERS.names()
-    dispatcher = build_dispatcher(LocalConfig(), AxisGroups(), 4)
-    assert isinstance(dispatcher, LocalDispatcher)
+@pytest.mark.parametrize(("config", "kind"), [(LocalConfig(), LocalDispatcher), (AllToAllConfig(), AllToAllDispatcher)])
+def test_the_built_in_dispatchers_are_entry_points_like_any_other(config, kind):
+    assert config.kind in DISPATCHERS.names()
+    dispatcher = build_dispatcher(config, AxisGroups(), 4)
+    assert isinstance(dispatcher, kind)
     assert dispatcher.num_experts == 4
 
 
 def test_a_third_party_dispatcher_is_found_and_chosen(tmp_path, monkeypatch):
     assert "acme-allgather" not in DISPATCHERS.names()
     install_acme(tmp_path, monkeypatch)
-    assert DISPATCHERS.names() == ["acme-allgather", "local"]
+    assert DISPATCHERS.names() == ["acme-allgather", "alltoall", "auto", "local"]
     plugin = DISPATCHERS.get("acme-allgather")
 
     def on_rank(rank, groups):
@@ -63,7 +65,8 @@ def test_an_installation_ends_with_its_test(tmp_path):
 def test_an_unknown_dispatcher_lists_what_is_installed(tmp_path, monkeypatch):
     install_acme(tmp_path, monkeypatch)
     with pytest.raises(
-        PluginError, match=r"unknown dispatcher 'locl'; installed here: acme-allgather, local; .*'local'"
+        PluginError,
+        match=r"unknown dispatcher 'locl'; installed here: acme-allgather, alltoall, auto, local; .*'local'",
     ):
         build_dispatcher(OtherConfig(kind="locl"), AxisGroups(), 4)
 

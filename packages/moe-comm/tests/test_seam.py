@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import moe_comm
-from moe_comm import LocalConfig, combine, dispatch
+from moe_comm import AllToAllConfig, LocalConfig, combine, dispatch
 from moe_parallel import Pending
 
 README = Path(__file__).parents[1] / "README.md"
@@ -40,12 +40,13 @@ def test_configuration_does_not_import_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_config_is_frozen_and_keyword_only():
+@pytest.mark.parametrize("config", [AllToAllConfig, LocalConfig])
+def test_configs_are_frozen_and_keyword_only(config):
     with pytest.raises(FrozenInstanceError):
-        LocalConfig().kind = "other"
+        config().kind = "other"
     with pytest.raises(TypeError):
-        LocalConfig("local")
-    assert LocalConfig.__pydantic_config__ == {"extra": "forbid"}
+        config("local")
+    assert config.__pydantic_config__ == {"extra": "forbid"}
 
 
 def test_every_public_name_can_be_reached():

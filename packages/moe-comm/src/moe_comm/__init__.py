@@ -9,9 +9,13 @@ if TYPE_CHECKING:
     from moe_comm.checks import (
         check_routing as check_routing,
         check_tokens as check_tokens,
+        id_out_of_range as id_out_of_range,
+        words_for_id as words_for_id,
         wrong_ids as wrong_ids,
     )
     from moe_comm.config import (
+        AllToAllConfig as AllToAllConfig,
+        AutoConfig as AutoConfig,
         LocalConfig as LocalConfig,
     )
     from moe_comm.dispatcher import (
@@ -34,9 +38,17 @@ if TYPE_CHECKING:
         DISPATCHERS as DISPATCHERS,
         build_dispatcher as build_dispatcher,
     )
+    from moe_comm.traffic import (
+        TrafficEntry as TrafficEntry,
+        TrafficLedger as TrafficLedger,
+        note_traffic as note_traffic,
+        record_traffic as record_traffic,
+    )
 
 # Public name to module. Loaded on first use, so that configuration and the command line work without importing torch.
 _MODULE_OF = {
+    "AllToAllConfig": "config",
+    "AutoConfig": "config",
     "build_dispatcher": "registry",
     "Capabilities": "dispatcher",
     "check_routing": "checks",
@@ -48,12 +60,18 @@ _MODULE_OF = {
     "DispatcherPlugin": "dispatcher",
     "DISPATCHERS": "registry",
     "EXACT": "dispatcher",
+    "id_out_of_range": "checks",
     "LocalConfig": "config",
     "MoeCommError": "errors",
+    "note_traffic": "traffic",
     "Parcel": "dispatcher",
     "Plan": "dispatcher",
+    "record_traffic": "traffic",
     "Sizing": "dispatcher",
     "TokenDispatcher": "dispatcher",
+    "TrafficEntry": "traffic",
+    "TrafficLedger": "traffic",
+    "words_for_id": "checks",
     "wrong_ids": "checks",
 }
 

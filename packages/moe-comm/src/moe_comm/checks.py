@@ -57,13 +57,25 @@ def wrong_ids(routing: Routing) -> str | None:
 
     One pass for the smallest and the largest id; synchronises the host.
     """
-    if routing.ids_TK.numel() == 0:
-        return None
-    smallest, largest = torch.stack(torch.aminmax(routing.ids_TK)).tolist()
-    if smallest < -1 or largest >= routing.num_experts:
-        found = smallest if smallest < -1 else largest
-        return f"expert id {found} is out of range; legal are -1 (no expert) and 0 to {routing.num_experts - 1}"
-    return None
+    found = int(id_out_of_range(routing.ids_TK, routing.num_experts))
+    return None if found == -1 else words_for_id(found, routing.num_experts)
+
+
+def id_out_of_range(ids_TK: Tensor, num_experts: int) -> Tensor:
+    """An expert id that is out of range, or -1, which is legal, if there is none; int64 scalar on the device.
+
+    For dispatchers that read it with their metadata, and make a message of it with `words_for_id`. The host is not
+    synchronised.
+    """
+    if ids_TK.numel() == 0:
+        return ids_TK.new_full((), -1)
+    smallest, largest = torch.aminmax(ids_TK)
+    return torch.where(smallest < -1, smallest, torch.where(largest >= num_experts, largest, -1))
+
+
+def words_for_id(found: int, num_experts: int) -> str:
+    """The message about an id out of range."""
+    return f"expert id {found} is out of range; legal are -1 (no expert) and 0 to {num_experts - 1}"
 
 
 def check_tokens(plan: Plan, x_TD: Tensor, probs_TK: Tensor, capabilities: Capabilities) -> None:

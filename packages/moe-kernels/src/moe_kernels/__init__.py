@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from moe_kernels.norm import RMSNorm as RMSNorm, rms_norm as rms_norm
     from moe_kernels.permute import RowMap as RowMap
     from moe_kernels.registry import Installed as Installed, PluginError as PluginError, Registry as Registry
+    from moe_kernels.replay import ReplaySlot as ReplaySlot, RouterReplay as RouterReplay
     from moe_kernels.rope import apply_rope as apply_rope, rope_tables as rope_tables
     from moe_kernels.routing import (
         Routing as Routing,
@@ -55,11 +56,13 @@ _MODULE_OF = {
     "plain_choices": "losses",
     "PluginError": "registry",
     "Registry": "registry",
+    "ReplaySlot": "replay",
     "RMSNorm": "norm",
     "rms_norm": "norm",
     "rope_tables": "rope",
     "route": "routing",
     "RouterConfig": "config",
+    "RouterReplay": "replay",
     "Routing": "routing",
     "RowMap": "permute",
     "scores": "routing",

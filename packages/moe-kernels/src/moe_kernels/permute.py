@@ -45,21 +45,25 @@ class RowMap:
     _start_T: Tensor = field(repr=False)
 
 
-def row_map(ids_TK: Tensor, num_experts: int, *, row_multiple: int = 1) -> RowMap:
+def row_map(ids_TK: Tensor, num_experts: int, *, row_multiple: int = 1, num_rows: int | None = None) -> RowMap:
     """Sort choices by (expert, token, k); stable, so equal ids give an equal map.
 
-    The host is synchronised once: the number of rows and the check of the ids are read from the device.
+    The host is synchronised once, for the number of rows and the check of the ids; not if `num_rows` is given.
 
     Args:
         ids_TK: int64 expert ids in [0, E), or -1 for a choice that gets no row. Duplicates are allowed.
         num_experts: E.
         row_multiple: every expert's rows are padded to a multiple of this; an expert without rows stays without.
+        num_rows: the number of choices that have an expert, of a caller that knows it and has checked the ids. The map
+            is wrong where this is; without padding only.
 
     Raises:
-        MoeKernelsError: an id outside [-1, E), or `row_multiple` below 1.
+        MoeKernelsError: an id outside [-1, E), `row_multiple` below 1, or `num_rows` together with padding.
     """
     if row_multiple < 1:
         raise MoeKernelsError(f"rows cannot be padded to a multiple of {row_multiple}; it must be at least 1")
+    if num_rows is not None and row_multiple > 1:
+        raise MoeKernelsError(f"num_rows is for rows without padding, not with row_multiple = {row_multiple}")
     num_tokens, num_choices = ids_TK.shape
     device = ids_TK.device
     sorted_ids, order = ids_TK.reshape(-1).sort(stable=True)
@@ -67,10 +71,12 @@ def row_map(ids_TK: Tensor, num_experts: int, *, row_multiple: int = 1) -> RowMa
     counts_E = ends[1:].diff()
     padded_E = (counts_E + row_multiple - 1) // row_multiple * row_multiple
     offsets_E = padded_E.cumsum(0)
-    below, skipped, above = ends[0], ends[1], order.numel() - ends[-1]
-    num_rows = offsets_E[-1:].sum()
-    below, skipped, above, num_rows = torch.stack((below, skipped, above, num_rows)).tolist()
-    if below or above:
+    if num_rows is None:
+        read = torch.stack((ends[0] + order.numel() - ends[-1], ends[1], offsets_E[-1:].sum()))
+        outside, skipped, num_rows = read.tolist()
+    else:
+        outside, skipped = 0, order.numel() - num_rows
+    if outside:
         raise MoeKernelsError(
             f"expert ids must be -1 or lie in [0, {num_experts}), got ids between {int(sorted_ids[0])} and "
             f"{int(sorted_ids[-1])}"
