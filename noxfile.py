@@ -15,6 +15,9 @@ import zipfile
 from pathlib import Path
 
 import nox
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -178,6 +181,78 @@ def minimum(session: nox.Session, pkg: str) -> None:
     install_wheels(session, pkg)
     session.log("the lowest torch is not run here: only the pinned one is installed")
     run_pytest(session, pkg, "-q", *session.posargs)
+
+
+def released_commit(pkg: str) -> tuple[str, str] | None:
+    """Version and commit of the last final release of a package, by tag or else by its version file in the history."""
+    tags = git("tag", "--list", f"{pkg}-v*", "--sort=-version:refname").split()
+    if tags:
+        return tags[0].removeprefix(f"{pkg}-v"), tags[0]
+    file = f"packages/{pkg}/src/{module_name(pkg)}/_version.py"
+    newer = None
+    for commit in git("log", "--format=%H", "--", file).split():
+        version = re.search(r'"(.+)"', git("show", f"{commit}:{file}").splitlines()[-1])[1]
+        if not Version(version).is_prerelease:
+            # The release is everything up to the commit that began the next version.
+            return version, "HEAD" if newer is None else git("rev-parse", f"{newer}^").strip()
+        newer = commit
+    return None
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+def released_source(pkg: str, commit: str) -> Path:
+    """The package's folder as it was at a commit."""
+    folder = ROOT / ".nox" / f"released-{pkg}-{git('rev-parse', commit).strip()[:12]}"
+    if not folder.exists():
+        folder.mkdir()
+        archive = subprocess.run(
+            ["git", "archive", commit, f"packages/{pkg}", "pyproject.toml", "LICENSE"],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+        ).stdout
+        subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
+    return folder / "packages" / pkg
+
+
+@nox.session
+@each_package
+def released(session: nox.Session, pkg: str) -> None:
+    """The package from the checkout beneath the last final release of those that build on it, with their old tests.
+
+    A release that says by its version range that it does not work with the new version is not run: that is what an
+    interface change is.
+    """
+    use_bases(session, tools_base())
+    file = ROOT / "packages" / pkg / "src" / module_name(pkg) / "_version.py"
+    (head,) = re.findall(r'__version__ = "(.+)"', file.read_text())
+    for dependent in [pkg, *(name for name, siblings in SIBLINGS.items() if pkg in siblings)]:
+        found = released_commit(dependent)
+        if found is None:
+            session.log(f"{dependent} has no final release")
+            continue
+        version, commit = found
+        source = released_source(dependent, commit)
+        dependencies = tomllib.loads((source / "pyproject.toml").read_text())["project"]["dependencies"]
+        ranges = {r.name: r.specifier for r in map(Requirement, dependencies)}
+        name = f"moe-stack-{pkg.removeprefix('moe-')}"
+        admitted = ranges.get(name, SpecifierSet(f"~={'.'.join(version.split('.')[:2])}.0"))
+        if not admitted.contains(head, prereleases=True):
+            session.log(f"{dependent} {version} is for {name}{admitted}, the checkout is {head}: not run")
+            continue
+        others = [released_source(other, commit) for other in SIBLINGS[dependent] if other != pkg]
+        mine = [] if dependent == pkg else [source]
+        session.run(
+            *["python", "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", "--no-build-isolation"],
+            *map(str, [*others, *mine, wheel(pkg)]),
+            env=QUIET,
+        )
+        session.log(f"the tests of {dependent} {version} over {name} {head}")
+        with session.chdir(source):
+            session.run("python", "-m", "pytest", "-p", "no:cacheprovider", "-q", "tests", env=QUIET)
 
 
 @nox.session

@@ -1,12 +1,14 @@
 """Initial values depend on seed, global name and global shape, and on nothing else (numerics §7)."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from moe_memory import MoeMemoryError, constant, draw, normal, ones, zeros
 from moe_memory.initialise import initialise
-from moe_parallel import Box, ParameterKind, ShardSpec
+from moe_parallel import AxisGroups, Box, ParameterKind, ShardSpec, local_box
 
 SHAPES = {"embedding": (40, 16), "w1": (6, 16, 24), "w2": (6, 24, 16), "norm": (16,), "scale": (), "bias": (6, 24)}
 EXPERTS = ("w1", "w2", "bias")
@@ -167,11 +169,11 @@ def test_normal_has_the_moments_that_it_claims():
     assert len(values.unique()) > 900_000
 
 
-def refuses(match, shapes=SHAPES, rules=RULES, specs=None):
+def refuses(match, shapes=SHAPES, rules=RULES, specs=None, groups=None):
     model = model_of(shapes)
     specs = {name: spec_of(name, shape) for name, shape in shapes.items()} if specs is None else specs
     with pytest.raises(MoeMemoryError, match=match):
-        initialise(model, specs, rules, 1)
+        initialise(model, specs, rules, 1, groups)
     assert all((parameter == 99).all() for parameter in model.parameters())
 
 
@@ -190,7 +192,29 @@ def test_a_parameter_without_spec_is_named():
 
 def test_a_sharded_parameter_is_refused_and_not_filled_as_if_it_were_whole():
     specs = {name: spec_of(name, shape) for name, shape in SHAPES.items()} | {"w1": spec_of("w1", (12, 16, 24))}
-    refuses(r"w1 has shape \(6, 16, 24\) here and \(12, 16, 24\) globally", specs=specs)
+    refuses(r"w1 has shape \(6, 16, 24\) here; .* leaves \(12, 16, 24\)", specs=specs)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_r095_a_rank_draws_its_experts_and_no_others(rank):
+    class Half(AxisGroups):
+        def size(self, *axes):
+            return 2 if axes == ("ep",) else 1
+
+        def rank(self, *axes):
+            return rank if axes == ("ep",) else 0
+
+    specs = {
+        name: replace(spec_of(name, shape), placements=(("ep", 0),) * (name in EXPERTS))
+        for name, shape in SHAPES.items()
+    }
+    model = model_of({name: local_box(spec, Half()).shape for name, spec in specs.items()})
+    initialise(model, specs, RULES, 3, Half())
+    whole = initialised()
+    for name, parameter in model.named_parameters():
+        expected = whole[name][3 * rank : 3 * rank + 3] if name in EXPERTS else whole[name]
+        assert torch.equal(parameter, expected)
+    refuses(r"w1 has shape \(6, 16, 24\) here; .* leaves \(3, 16, 24\)", specs=specs, groups=Half())
 
 
 def test_a_rule_that_leaves_values_is_seen_in_poisoned_memory(poisoned):

@@ -8,7 +8,7 @@ import torch
 from moe_memory import Zero1
 from moe_memory.data_parallel.engine import StateTensor
 from moe_memory.testing import DataParallelConformance
-from moe_parallel import AxisGroups, Box
+from moe_parallel import Box
 
 
 class DropsTheLastMicrobatch(Zero1):
@@ -122,7 +122,7 @@ class SavesTwice(Zero1):
     def state_tensors(self):
         for part in super().state_tensors():
             yield part
-            if part.name == "master/scale":
+            if part.name == "master/head.scale":
                 yield part
 
 
@@ -154,6 +154,17 @@ class SavesLowPrecision(Zero1):
             yield replace(part, tensor=part.tensor.bfloat16())
 
 
+class GradientsWithoutTheLast(Zero1):
+    def gradient_tensors(self):
+        yield from list(super().gradient_tensors())[:-1]
+
+
+class GradientsAreHalved(Zero1):
+    def gradient_tensors(self):
+        for part in super().gradient_tensors():
+            yield replace(part, tensor=part.tensor / 2)
+
+
 class SkipCountsAsAnUpdate(Zero1):
     def skip(self):
         super().skip()
@@ -169,8 +180,7 @@ class SkipUpdates(Zero1):
 
 class SkipKeepsGradients(Zero1):
     def skip(self):
-        self._finished = False
-        self._open = set(self._specs)
+        self._order.begin()
 
 
 class NormOfDenseOnly(Zero1):
@@ -205,13 +215,13 @@ class AcceptsAnyOrder(Zero1):
 class FinishesEarly(Zero1):
     def finish(self):
         self._require_model()
-        self._open = set()
+        self._order._open.clear()
         super().finish()
 
 
 class AcceptsGradientsAfterTheLast(Zero1):
     def grads_ready(self, names, *, last):
-        self._open |= set(self._specs) & set(names)
+        self._order._open |= set(self._specs) & set(names)
         super().grads_ready(names, last=last)
 
 
@@ -247,8 +257,8 @@ class ChangesWeightsOnWrap(Zero1):
 
 
 def kit(engine, **members):
-    def build(self, config, *, compute_dtype, keep_internal):
-        return engine(config, AxisGroups(), compute_dtype=compute_dtype, keep_internal=keep_internal)
+    def build(self, config, groups, *, compute_dtype, keep_internal):
+        return engine(config, groups, compute_dtype=compute_dtype, keep_internal=keep_internal)
 
     return type("Kit", (DataParallelConformance,), {"build": build, **members})()
 
@@ -257,6 +267,7 @@ WRAP = "test_wrap_keeps_values_in_the_dtypes_asked_for"
 STEPS = "test_steps_equal_a_plain_loop"
 EMPTY_EXPERT = "test_an_expert_without_tokens_decays_and_nothing_else"
 NORM = "test_norm_parts_add_up_to_the_norm"
+GRADIENTS = "test_gradient_tensors_are_the_summed_gradients"
 SKIP = "test_skip_leaves_everything_bit_for_bit"
 ROUND_TRIP = "test_state_survives_a_round_trip_bit_for_bit"
 COVER = "test_state_tensors_cover_every_element_once"
@@ -274,24 +285,26 @@ CAUGHT = [
     (AveragesExperts, NORM, "the part expert"),
     (AccumulatesInTheComputeDtype, STEPS, "step 1, torch.bfloat16"),
     (KeepsGradients, STEPS, "step 2"),
-    (DecaysEverything, STEPS, "master/norm_D"),
+    (DecaysEverything, STEPS, "master/layers.0.norm_D"),
     (DecaysEverything, EMPTY_EXPERT, "b1_EF"),
-    (DecaysNothing, STEPS, "master/embedding_VD"),
+    (DecaysNothing, STEPS, "master/embedding.weight_VD"),
     (DecaysNothing, EMPTY_EXPERT, "w1_EDF"),
-    (DecaysByDims, STEPS, "master/b1_EF"),
+    (DecaysByDims, STEPS, "master/layers.0.experts.b1_EF"),
     (DecaysByDims, EMPTY_EXPERT, "b1_EF"),
-    (NeverRefreshes, STEPS, "step 1, torch.bfloat16: embedding_VD"),
+    (NeverRefreshes, STEPS, "step 1, torch.bfloat16: embedding.weight_VD"),
     (NeverRefreshesAfterLoading, ROUND_TRIP, "weights after loading, torch.bfloat16"),
     (IgnoresTheFactor, STEPS, "step 2"),
     (IgnoresTheRate, STEPS, "step 2"),
     (ForgetsTheBiasCorrection, ROUND_TRIP, "two steps after loading"),
     (LosesTheFirstMoment, COVER, "the state has"),
     (LosesTheFirstMoment, ROUND_TRIP, "two steps after loading"),
-    (SavesTwice, COVER, "master/scale: 2 of 1 elements"),
+    (SavesTwice, COVER, "master/head.scale: 2 of 1 elements"),
     (SavesCopies, COVER, "is not live"),
     (SavesInAnyOrder, COVER, "order of the state is not fixed"),
     (SavesFlat, COVER, "global shape"),
     (SavesLowPrecision, COVER, "bfloat16"),
+    (GradientsWithoutTheLast, GRADIENTS, "names"),
+    (GradientsAreHalved, GRADIENTS, "differs from the expected bits"),
     (SkipCountsAsAnUpdate, SKIP, "skip changed the state values"),
     (SkipUpdates, SKIP, "after skip"),
     (SkipKeepsGradients, SKIP, "the step after a skip"),
@@ -303,7 +316,7 @@ CAUGHT = [
     (FinishesEarly, ORDER, "accepted"),
     (AcceptsGradientsAfterTheLast, ORDER, "accepted"),
     (LoadingKeepsGradients, LOADING, "two steps again after loading"),
-    (IgnoresKeepInternal, WRAP, "router_ED is torch.bfloat16"),
+    (IgnoresKeepInternal, WRAP, "router.weight_ED is torch.bfloat16"),
     (IgnoresKeepInternal, MISFIT, "accepted"),
     (KeepsEverythingInternal, WRAP, "is torch.float32"),
     (IgnoresStrangers, MISFIT, "accepted"),

@@ -1,4 +1,4 @@
-"""Memory is poisoned in every test, so that a value that nobody wrote is a NaN and not a lucky zero."""
+"""What tests share. Memory is poisoned, so that a value that nobody wrote is a NaN and not a lucky zero."""
 
 import pytest
 import torch
@@ -12,3 +12,14 @@ def poisoned_memory():
     yield
     torch.use_deterministic_algorithms(before[0])
     torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+@pytest.fixture
+def places_of():
+    """`places_of(layout, rank)`: `Groups` as far as plans and counting read it."""
+
+    class PlacesOf:
+        def __init__(self, layout, rank):
+            self.size, self.rank = layout.size, layout.coordinates(rank).get
+
+    return PlacesOf

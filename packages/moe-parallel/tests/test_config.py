@@ -7,12 +7,13 @@ import sys
 import pytest
 
 import moe_parallel
-from moe_parallel import ParallelConfig, ParallelLayout, Problem
+from moe_parallel import ParallelConfig, Problem
 
 
 def test_configuration_and_layout_do_not_import_torch():
     code = (
         "import sys, moe_parallel.config, moe_parallel.layout, moe_parallel.problem, moe_parallel.sharding\n"
+        "import moe_parallel.__main__, moe_parallel.groups, moe_parallel.pipeline.schedule, moe_parallel.plan\n"
         "heavy = {'torch', 'numpy'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
@@ -21,13 +22,19 @@ def test_configuration_and_layout_do_not_import_torch():
 
 def test_the_config_is_frozen_and_keyword_only():
     config = ParallelConfig(ep=4)
-    assert dataclasses.asdict(config) == {"tp": 1, "cp": 1, "pp": 1, "ep": 4, "etp": 1}
+    assert dataclasses.asdict(config) == {"tp": 1, "cp": 1, "pp": 1, "ep": 4, "etp": 1, "timeout_s": 600.0}
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.ep = 2
     with pytest.raises(TypeError):
         ParallelConfig(4)
     assert ParallelConfig.__pydantic_config__ == {"extra": "forbid"}
-    assert ParallelLayout(world=8, **dataclasses.asdict(config)).edp == 2
+
+
+@pytest.mark.parametrize("seconds", [0, 0.0, -1, float("inf"), float("nan")])
+def test_a_timeout_is_a_number_of_seconds(seconds):
+    (problem,) = ParallelConfig(timeout_s=seconds).problems()
+    assert str(problem) == f"parallel.timeout_s = {seconds!r}: a number of seconds is finite and above 0"
+    assert ParallelConfig(timeout_s=0.5).problems() == ParallelConfig().problems() == []
 
 
 def test_every_public_name_can_be_reached():

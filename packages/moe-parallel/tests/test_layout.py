@@ -1,7 +1,9 @@
 """ParallelLayout against a brute force that writes down both grids rank by rank."""
 
 import itertools
+import random
 import time
+from math import prod
 
 import pytest
 
@@ -88,6 +90,54 @@ def test_r066_every_rank_is_in_one_group_of_each_kind(world):
                         # The place inside a group is the coordinate, which is what `Groups.rank` promises.
                         if count == 1:
                             assert [place[rank][axes[0]] for rank in group] == list(range(len(group)))
+
+
+def test_r066_groups_of_any_world_are_those_of_the_brute_force():
+    """Worlds and degrees at random, every combination of axes of one view."""
+    for world in random.sample(range(1, 130), 25):
+        layout = random.choice(list(legal_layouts(world)))
+        degrees = {axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "ep", "etp")}
+        place = places(world, degrees)
+        for view in (DENSE_AXES, EXPERT_AXES):
+            for axes in itertools.chain.from_iterable(itertools.combinations(view, count) for count in range(5)):
+                groups = layout.groups(*random.sample(axes, len(axes)))
+                assert groups == expected_groups(place, view, axes), (layout, axes)
+                assert {len(group) for group in groups} == {prod(layout.size(axis) for axis in axes)}
+                rank = random.randrange(world)
+                assert rank in layout.group_of(rank, *axes)
+                assert layout.group_of(rank, *axes) in groups
+
+
+def test_the_place_in_a_group_counts_the_first_axis_of_the_view_fastest():
+    layout = ParallelLayout(world=48, tp=2, cp=3, pp=2, ep=6, etp=2)
+    for rank in range(48):
+        place = layout.coordinates(rank)
+        assert layout.group_of(rank, "dp", "cp").index(rank) == place["cp"] + 3 * place["dp"]
+        assert layout.group_of(rank, "ep", "etp").index(rank) == place["etp"] + 2 * place["ep"]
+
+
+def test_sizes_of_axes():
+    layout = ParallelLayout(world=48, tp=2, cp=3, pp=2, ep=6, etp=1)
+    axes = (*DENSE_AXES, *EXPERT_AXES)
+    assert {axis: layout.size(axis) for axis in axes} == {
+        "tp": 2,
+        "cp": 3,
+        "dp": 4,
+        "pp": 2,
+        "etp": 1,
+        "ep": 6,
+        "edp": 4,
+    }
+    with pytest.raises(MoeParallelError, match="unknown axis 'world'"):
+        layout.size("world")
+    with pytest.raises(MoeParallelError, match="does not divide the world of 8"):
+        ParallelLayout(world=8, ep=3).size("tp")
+
+
+def test_words_for_a_rank_name_the_axes_that_have_several():
+    layout = ParallelLayout(world=4, ep=2)
+    assert layout.words_for(3) == "rank 3 of 4 (dp=3 ep=1 edp=1)"
+    assert ParallelLayout(world=1).words_for(0) == "rank 0 of 1"
 
 
 def test_groups_do_not_depend_on_the_order_of_the_axes():
@@ -234,11 +284,19 @@ def test_sixteen_thousand_ranks_take_no_time():
     start = time.perf_counter()
     groups = layout.groups("edp")
     own = layout.group_of(16383, "dp", "cp")
-    assert time.perf_counter() - start < 1.0
+    # Every combination of axes of both views.
+    everything = [
+        layout.groups(*axes)
+        for view in (DENSE_AXES, EXPERT_AXES)
+        for count in range(5)
+        for axes in itertools.combinations(view, count)
+    ]
+    assert time.perf_counter() - start < 3.0
     assert len(groups) == 2048
     assert groups[-1][-1] == 16383
     assert len(own) == 128
     assert own[-1] == 16383
+    assert all(sum(map(len, groups)) == 16384 for groups in everything)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -23,7 +23,7 @@ def training(monkeypatch, tmp_path):
     """Work in an empty folder with a loop that only notes how it was called: (config, run, resume)."""
     calls = []
 
-    def train(config, run, *, resume):
+    def train(config, run, *, resume, groups):
         calls.append((config, run, resume))
         logging.getLogger("moe_train.loop").info("trained")
 
@@ -45,7 +45,7 @@ def test_run_prepares_a_numbered_directory_and_trains_in_it(training, capsys, tm
     assert described["command"] == "moe-train run tiny_moe train.steps=3"
     assert described["seed"] == 0
     assert described["versions"]["torch"]
-    assert "trained" in run.log.read_text()
+    assert "trained" in run.log(0).read_text()
     assert run.checkpoints.is_dir()
     out = capsys.readouterr().out
     assert "run directory: runs/tiny_moe-1" in out
@@ -134,7 +134,7 @@ def test_resume_warns_about_other_versions(training, capsys):
 
 def test_a_user_error_in_training_is_one_message_and_a_bug_a_traceback(training, monkeypatch, capsys):
     def fail(error):
-        def train(config, run, *, resume):
+        def train(config, run, *, resume, groups):
             raise error
 
         monkeypatch.setattr(sys.modules["moe_train.loop"], "train", train)

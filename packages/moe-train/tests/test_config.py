@@ -43,7 +43,7 @@ def only_fault(*overrides, **options):
 
 def test_the_recipe_alone_is_legal_and_frozen():
     config = load_config("tiny_moe").config
-    assert (config.model.num_experts, config.model.router.top_k, config.comm.kind) == (8, 2, "local")
+    assert (config.model.num_experts, config.model.router.top_k, config.comm.kind) == (8, 2, "auto")
     with pytest.raises(FrozenInstanceError):
         config.train.steps = 1
 
@@ -204,7 +204,8 @@ def test_an_unknown_dispatcher_names_the_installed_ones(install):
     install("acme-comm", "[moe_comm.dispatchers]\nacme = acme_comm:PLUGIN\n", "")
     fault = only_fault("comm.kind=acne")
     assert fault.problem.key == "comm.kind"
-    assert "unknown dispatcher 'acne'; installed here: acme, local; did you mean 'acme'?" in fault.problem.rule
+    listed = "installed here: acme, alltoall, auto, local; did you mean 'acme'?"
+    assert f"unknown dispatcher 'acne'; {listed}" in fault.problem.rule
 
 
 ACME = """
@@ -240,7 +241,7 @@ def acme(install):
 def test_a_dispatcher_of_a_third_party_brings_its_options():
     config = load_config("tiny_moe", [], ["comm.kind=acme", "comm.chunks=6"]).config
     assert (type(config.comm).__name__, config.comm.chunks) == ("AcmeConfig", 6)
-    assert only_fault("comm.chunks=6").problem.rule == "there is no such option of comm.kind = 'local'"
+    assert only_fault("comm.chunks=6").problem.rule == "there is no such option of comm.kind = 'auto'"
     assert only_fault("comm.kind=acme", "comm.chunks=six").problem.rule == "must be a whole number"
 
 
@@ -388,7 +389,7 @@ def test_diff_of_options_that_one_side_has_only():
     left = load_config("tiny_moe").config
     right = load_config("tiny_moe", [], ["comm.kind=acme"]).config
     assert list(map(str, diff(left, right))) == [
-        'comm.kind: "local" -> "acme"',
+        'comm.kind: "auto" -> "acme"',
         "comm.chunks: (no such option) -> 4",
     ]
 
@@ -428,4 +429,4 @@ PLUGIN = DispatcherPlugin(
 
 def test_train_config_has_defaults_for_every_section():
     assert TrainConfig().model.kind == "decoder"
-    assert TrainConfig().comm.kind == "local"
+    assert TrainConfig().comm.kind == "auto"

@@ -7,8 +7,9 @@ from moe_memory._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from moe_memory.config import MemoryConfig as MemoryConfig, OptimConfig as OptimConfig
-    from moe_memory.data_parallel import Zero1 as Zero1, build_engine as build_engine
+    from moe_memory.data_parallel import ShardedEngine as ShardedEngine, Zero1 as Zero1, build_engine as build_engine
     from moe_memory.data_parallel.engine import DataParallelEngine as DataParallelEngine, StateTensor as StateTensor
+    from moe_memory.data_parallel.fsdp import Fsdp as Fsdp
     from moe_memory.data_parallel.norm import clip_factor as clip_factor, global_norm as global_norm
     from moe_memory.errors import MoeMemoryError as MoeMemoryError
     from moe_memory.initialise import (
@@ -43,6 +44,7 @@ _MODULE_OF = {
     "constant": "initialise",
     "DataParallelEngine": "data_parallel.engine",
     "draw": "initialise",
+    "Fsdp": "data_parallel.fsdp",
     "global_norm": "data_parallel.norm",
     "InitRule": "initialise",
     "is_decayed": "optim.decay",
@@ -56,6 +58,7 @@ _MODULE_OF = {
     "Replay": "recompute",
     "run_unit": "recompute",
     "SavedBytes": "measure",
+    "ShardedEngine": "data_parallel",
     "StateTensor": "data_parallel.engine",
     "Zero1": "data_parallel",
     "zeros": "initialise",

@@ -12,14 +12,15 @@ class MemoryConfig:
     """What lives where, and in which precision.
 
     Attributes:
-        data_parallel: the engine that owns gradients, master weights and optimizer state.
+        data_parallel: the engine that owns gradients, master weights and optimizer state. `zero1` shards state over the
+            replicas and keeps whole weights on every rank; `fsdp` shards weights too and communicates more.
         compute_dtype: dtype of weights and activations; master weights are at least float32.
         recompute: `full` keeps only the input of each layer and runs its forward again in the backward pass.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
-    data_parallel: Literal["zero1"] = "zero1"
+    data_parallel: Literal["zero1", "fsdp"] = "zero1"
     compute_dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     recompute: Literal["none", "full"] = "none"
 

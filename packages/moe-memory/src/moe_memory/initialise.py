@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_memory.errors import MoeMemoryError
-from moe_parallel import Box, ParameterKind, ShardSpec
+from moe_parallel import AxisGroups, Box, Groups, ParameterKind, ShardSpec, local_box
 
 # Largest number of elements that are drawn from one generator.
 _UNIT_ELEMENTS = 16 * 2**20
@@ -52,7 +52,11 @@ def zeros() -> InitRule:
 
 @torch.no_grad()
 def initialise(
-    model: nn.Module, specs: Mapping[str, ShardSpec], rules: Sequence[tuple[str, InitRule]], seed: int
+    model: nn.Module,
+    specs: Mapping[str, ShardSpec],
+    rules: Sequence[tuple[str, InitRule]],
+    seed: int,
+    groups: Groups | None = None,
 ) -> None:
     """Fill every parameter of the model in place; torch's global random state is neither read nor changed.
 
@@ -60,20 +64,23 @@ def initialise(
         specs: by global name; names and shapes seed the draws.
         rules: (pattern of global names, rule); the first match wins.
         seed: of the run.
+        groups: of this rank, which holds `moe_parallel.local_box` of every spec and draws nothing else; None for the
+            world of one process.
 
     Raises:
-        MoeMemoryError: a parameter without spec or rule or of another shape than its spec, or a rule that no parameter
-            reaches; nothing was filled.
+        MoeMemoryError: a parameter without spec or rule or of another shape than its spec leaves to this rank, or a
+            rule that no parameter reaches; nothing was filled.
     """
     parameters = dict(model.named_parameters())
     missing = [name for name in parameters if name not in specs]
     if missing:
         raise MoeMemoryError(f"no spec for the parameters {', '.join(missing)}")
+    boxes = {name: local_box(specs[name], groups or AxisGroups()) for name in parameters}
     for name, parameter in parameters.items():
-        if tuple(parameter.shape) != specs[name].shape:
+        if tuple(parameter.shape) != boxes[name].shape:
             raise MoeMemoryError(
-                f"the parameter {name} has shape {tuple(parameter.shape)} here and {specs[name].shape} globally; whole "
-                f"parameters are needed in this release"
+                f"the parameter {name} has shape {tuple(parameter.shape)} here; its spec, {specs[name].shape} "
+                f"globally, leaves {boxes[name].shape} to this rank"
             )
     chosen = _first_matches(parameters, rules)
     unreached = [pattern for index, (pattern, _) in enumerate(rules) if index not in chosen.values()]
@@ -84,7 +91,7 @@ def initialise(
         )
     for name, parameter in parameters.items():
         _, rule = rules[chosen[name]]
-        for rows, values in draw(specs[name], Box.whole(specs[name].shape), rule, seed):
+        for rows, values in draw(specs[name], boxes[name], rule, seed):
             parameter[rows].copy_(values)
 
 

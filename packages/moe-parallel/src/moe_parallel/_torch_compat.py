@@ -120,3 +120,14 @@ def reduce_scatter_into(out: Any, x: Any, group: ProcessGroup) -> Any:
     """`reduce_scatter_tensor`, which 2.13 renames; asynchronous."""
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return call(out, x, group=group, async_op=True)
+
+
+@contextmanager
+def fake_world(rank: int, world: int) -> Iterator[None]:
+    """A default process group of any size in this process, which communicates with nobody."""
+    fake = import_module("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", store=fake.FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

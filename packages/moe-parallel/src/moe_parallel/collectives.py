@@ -1,11 +1,12 @@
 """Collectives that return a `Pending` and whose failures say who was waiting for whom, in which named group.
 
-Thin functions over `torch.distributed`; they are not differentiable. Groups made by `FoldedMesh` carry their axes as
-their description, which is the name in messages.
+Thin functions over `torch.distributed`; they are not differentiable. Until the wait is over, tensors that were given
+must not be changed. Groups made by `FoldedMesh` carry their axes as their description, which is the name in messages.
 """
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,15 +18,26 @@ from moe_parallel._torch_compat import all_gather_into, reduce_scatter_into
 from moe_parallel.errors import MoeParallelError
 from moe_parallel.pending import Pending
 
+# A message names so many members of a group.
+_MOST_NAMES = 16
+
 
 class CollectiveError(MoeParallelError):
-    """A collective did not complete: a peer died, did not come in time, or came with something else."""
+    """A collective did not complete: a peer died, did not come in time, or came with something else.
+
+    Attributes:
+        ranks: members of the group.
+    """
+
+    ranks: tuple[int, ...] = ()
 
 
 def describe_group(group: ProcessGroup) -> str:
     """Name and members, for messages: `group ep of ranks 0, 1, 2, 3`."""
     ranks = dist.get_process_group_ranks(group)
-    return f"group {group.group_desc or group.group_name} of ranks {', '.join(map(str, ranks))}"
+    name = "world" if group is dist.group.WORLD else group.group_desc or group.group_name
+    more = f" and {len(ranks) - _MOST_NAMES} more" if len(ranks) > _MOST_NAMES else ""
+    return f"group {name} of ranks {', '.join(map(str, ranks[:_MOST_NAMES]))}{more}"
 
 
 def all_reduce(x: Tensor, group: ProcessGroup, op: Literal["sum", "max", "min"] = "sum") -> Pending[Tensor]:
@@ -45,21 +57,25 @@ def all_gather(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Pen
 def reduce_scatter(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
     """Sum over the group and keep this rank's part: `x` is [ranks * n, ...], the result [n, ...].
 
-    On gloo, whose own reduce-scatter is slower than its all-reduce, the parts are exchanged and added up here in the
-    order of the ranks; `x` must not be changed before the wait is over.
+    On the CPU, where gloo's own reduce-scatter is slower than its all-reduce, the parts are exchanged and added up
+    here, in the order of the ranks and in FP32 or wider.
+
+    Raises:
+        MoeParallelError: dim 0 cannot be cut into as many parts as there are ranks.
     """
     ranks = group.size()
+    if x.shape[0] % ranks:
+        raise MoeParallelError(
+            f"reduce_scatter in {describe_group(group)} cuts dim 0 into {ranks} equal parts, but it has {x.shape[0]} "
+            "entries"
+        )
     x = x.contiguous()
-    if dist.get_backend(group) == "nccl":
+    if x.is_cuda:
         out = x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
         return _start("reduce_scatter", group, out, lambda: reduce_scatter_into(out, x, group))
     parts = torch.empty_like(x)
-
-    def add_up(received: Tensor) -> Tensor:
-        return received.view(ranks, x.shape[0] // ranks, *x.shape[1:]).sum(0)
-
-    start = lambda: dist.all_to_all_single(parts, x, group=group, async_op=True)  # noqa: E731
-    return _start("reduce_scatter", group, parts, start, add_up)
+    issue = partial(dist.all_to_all_single, parts, x, group=group, async_op=True)
+    return _start("reduce_scatter", group, parts, issue, lambda received: _add_up(received.chunk(ranks)))
 
 
 def all_to_all(
@@ -67,8 +83,16 @@ def all_to_all(
 ) -> Pending[Tensor]:
     """Send consecutive rows of `x` to the ranks of the group in order; the result has what they sent, in their order.
 
-    Row counts may differ and be zero. `x` must not be changed before the wait is over.
+    Row counts may differ and be zero.
+
+    Raises:
+        MoeParallelError: the rows to send are not those of `x`, or there is not one count for each rank.
     """
+    if not len(send_rows) == len(receive_rows) == group.size() or sum(send_rows) != x.shape[0]:
+        raise MoeParallelError(
+            f"all_to_all in {describe_group(group)} takes one count for each rank to send and to receive, and sends "
+            f"all {x.shape[0]} rows; it was given {list(send_rows)} and {list(receive_rows)}"
+        )
     x = x.contiguous()
     out = x.new_empty((sum(receive_rows), *x.shape[1:]))
     return _start(
@@ -106,13 +130,30 @@ def _start(
     began = time.monotonic()
     try:
         work = issue()
-    except RuntimeError as error:
+    except dist.DistError as error:
         raise _failure(name, group, time.monotonic() - began, error) from error
+    except (RuntimeError, ValueError, TypeError) as error:  # refused here; the peers have nothing to do with it
+        raise MoeParallelError(f"{name} in {describe_group(group)} cannot start: {_one_line(error)}") from error
     return Pending(value, [_NamedWork(work, name, group)], finish)
 
 
+def _add_up(parts: Sequence[Tensor]) -> Tensor:
+    """The sum, one after the other. `sum` of the stacked parts is slower, and its order depends on the column."""
+    dtype = parts[0].dtype
+    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(dtype)
+
+
 def _failure(name: str, group: ProcessGroup, seconds: float, error: RuntimeError) -> CollectiveError:
-    reason = " ".join(str(error).split())
-    return CollectiveError(
-        f"rank {dist.get_rank()}: {name} in {describe_group(group)} failed after {seconds:.1f} s: {reason}"
+    failure = CollectiveError(
+        f"rank {dist.get_rank()}: {name} in {describe_group(group)} failed after {seconds:.1f} s: {_one_line(error)}"
     )
+    failure.ranks = tuple(dist.get_process_group_ranks(group))
+    return failure
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

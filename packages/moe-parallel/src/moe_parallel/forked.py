@@ -6,6 +6,9 @@ possible once CUDA is initialised.
 
 import multiprocessing
 import os
+import pickle
+import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -28,7 +31,7 @@ from moe_parallel.world import RankError, explain
 
 T = TypeVar("T")
 
-# After one rank has failed the others may still say why they failed; after a kill a process needs a moment to go.
+# After one rank has failed the others may still say why they failed, which takes them up to two seconds (`explain`).
 _GRACE_S = 3.0
 
 
@@ -41,7 +44,7 @@ def run_distributed(
 ) -> list[T]:
     """Run `fn(mesh)` in one forked process per rank, over gloo, with one thread each; returns the results by rank.
 
-    Results travel by pickle. No process is left behind, whatever happens.
+    Results travel by pickle, tensors by value. No process is left behind, however the run ends.
 
     Args:
         timeout_s: of every collective.
@@ -58,22 +61,22 @@ def run_distributed(
         )
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        processes, pipes = [], []
-        for rank in range(layout.world):
-            receiver, sender = context.Pipe(duplex=False)
-            arguments = (rank, layout, fn, Path(folder) / "store", timeout_s, sender)
-            process = context.Process(target=_work, args=arguments, name=f"rank {rank}", daemon=True)
-            process.start()
-            sender.close()
-            processes.append(process)
-            pipes.append(receiver)
+        processes: list[BaseProcess] = []
+        pipes: list[Connection] = []
         try:
+            for rank in range(layout.world):
+                receiver, sender = context.Pipe(duplex=False)
+                arguments = (rank, layout, fn, Path(folder) / "store", timeout_s, sender)
+                processes.append(context.Process(target=_work, args=arguments, name=f"rank {rank}", daemon=True))
+                processes[rank].start()
+                sender.close()
+                pipes.append(receiver)
             answers = _collect(processes, pipes, limit_s)
         finally:
             _end(processes)
             for pipe in pipes:
                 pipe.close()
-    return _results(processes, answers, limit_s)
+    return _results(layout.world, answers, limit_s)
 
 
 def _work(
@@ -87,24 +90,34 @@ def _work(
     try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.world, timeout=timeout)
         answer = ("result", fn(FoldedMesh(layout, timeout_s=timeout_s)))
-    except Exception as error:
+    except BaseException as error:  # what test runners raise is no Exception; nothing may be lost in a process
         explain(error, store, rank=rank, world=layout.world)
-        error.add_note(f"raised on rank {rank} of {layout.world}, {_where(layout, rank)}")
+        error.add_note(f"raised on {layout.words_for(rank)}")
         error.add_note("".join(traceback.format_tb(error.__traceback__)).rstrip())
-        answer = ("error", (time.time(), error))
+        answer = ("error", (time.monotonic(), _portable(error)))
+    sys.stdout.flush()
+    sys.stderr.flush()
     try:
-        pipe.send(answer)
-    except Exception as error:  # what was to be sent cannot be pickled
-        words = f"rank {rank}: {answer[0]} {answer[1]!r} cannot be sent to the parent: {error}"
-        pipe.send(("error", (time.time(), MoeParallelError(words))))
-    pipe.close()
+        data = pickle.dumps(answer)  # not `pipe.send`, which shares the memory of tensors with a process that ends now
+    except Exception as error:
+        words = f"rank {rank} returned {type(answer[1]).__name__}, which cannot be sent to the parent: {error}"
+        data = pickle.dumps(("error", (time.monotonic(), MoeParallelError(words))))
+    pipe.send_bytes(data)
     # Not sys.exit: the parent's exit handlers, such as those of a test runner, are not this process's to run. Groups
     # are not destroyed either: that may wait for peers which have failed.
-    os._exit(0 if answer[0] == "result" else 1)
+    os._exit(0)
 
 
-def _where(layout: ParallelLayout, rank: int) -> str:
-    return " ".join(f"{axis}={place}" for axis, place in layout.coordinates(rank).items() if layout.size(axis) > 1)
+def _portable(error: BaseException) -> Exception:
+    """The error, or one that says the same if this one does not survive the way to the parent, or would end it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        assert isinstance(error, Exception)
+        return error
+    except Exception:
+        copy = MoeParallelError(f"{type(error).__name__}: {error}")
+        copy.__notes__ = list(error.__notes__)
+        return copy
 
 
 def _collect(processes: Sequence[BaseProcess], pipes: list[Connection], limit_s: float) -> dict[int, tuple[str, Any]]:
@@ -117,9 +130,10 @@ def _collect(processes: Sequence[BaseProcess], pipes: list[Connection], limit_s:
             assert isinstance(ready, Connection)
             rank = open_pipes.pop(ready)
             try:
-                answers[rank] = ready.recv()
-            except EOFError:
-                processes[rank].join(_GRACE_S)
+                answers[rank] = pickle.loads(ready.recv_bytes())
+            except (EOFError, OSError):  # before its answer, or amid it
+                processes[rank].kill()
+                processes[rank].join()
                 answers[rank] = ("died", processes[rank].exitcode)
             if answers[rank][0] != "result":
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
@@ -127,17 +141,16 @@ def _collect(processes: Sequence[BaseProcess], pipes: list[Connection], limit_s:
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
-    for process in processes:
-        process.join(0.5 if process.exitcode is None else 0)
-        if process.is_alive():
-            process.kill()
+    """End what still runs: ranks that have answered have nothing left to do, the others have had their time."""
+    started = [process for process in processes if process.pid is not None]
+    for process in started:
+        process.kill()
+    for process in started:
         process.join()
 
 
-def _results(processes: Sequence[BaseProcess], answers: dict[int, tuple[str, Any]], limit_s: float) -> list[Any]:
-    died = [
-        f"rank {rank} died with exit code {code}" for rank, (kind, code) in sorted(answers.items()) if kind == "died"
-    ]
+def _results(world: int, answers: dict[int, tuple[str, Any]], limit_s: float) -> list[Any]:
+    died = [f"rank {rank} died {_how(code)}" for rank, (kind, code) in sorted(answers.items()) if kind == "died"]
     errors = sorted(
         (
             (when, rank, error)
@@ -153,10 +166,14 @@ def _results(processes: Sequence[BaseProcess], answers: dict[int, tuple[str, Any
         raise MoeParallelError("; ".join(died + [f"rank {rank}: {_text(error)}" for _, rank, error in errors]))
     if errors:
         raise errors[0][2]
-    silent = [str(rank) for rank in range(len(processes)) if rank not in answers]
+    silent = [str(rank) for rank in range(world) if rank not in answers]
     if silent:
         raise MoeParallelError(f"rank {', '.join(silent)} did not end within {limit_s:g} s")
-    return [answers[rank][1] for rank in range(len(processes))]
+    return [answers[rank][1] for rank in range(world)]
+
+
+def _how(exit_code: int) -> str:
+    return f"of {signal.Signals(-exit_code).name}" if exit_code < 0 else f"with exit code {exit_code}"
 
 
 def _text(error: BaseException) -> str:

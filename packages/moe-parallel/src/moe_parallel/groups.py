@@ -60,11 +60,9 @@ class AxisGroups:
         return {axis: group.rank() for axes, group in self._groups.items() if len(axes) == 1 for axis in axes}
 
     def _find(self, axes: tuple[str, ...]) -> "ProcessGroup | None":
-        """The group of the axes, of which those with one rank do not count."""
+        """The group that was given for just these axes, else the one of those that have several ranks."""
         wide = [axis for axis in axes if (group := self._groups.get(frozenset([axis]))) and group.size() > 1]
-        if len(wide) == 1:
-            return self._groups[frozenset(wide)]
-        found = self._groups.get(frozenset(axes))
+        found = self._groups.get(frozenset(axes)) or self._groups.get(frozenset(wide))
         if found is None and (
             wide or (axes == ("world",) and any(group.size() > 1 for group in self._groups.values()))
         ):

@@ -131,6 +131,12 @@ class ParallelLayout:
         self._check_rank(rank)
         return {axis: rank // strides[axis] % sizes[axis] for axis in _ALL_AXES}
 
+    def words_for(self, rank: int) -> str:
+        """A rank and its place on every axis that has several, for messages: `rank 3 of 4 (dp=3 ep=1 edp=1)`."""
+        places = self.coordinates(rank)
+        words = " ".join(f"{axis}={places[axis]}" for axis in places if self._sizes[axis] > 1)
+        return f"rank {rank} of {self.world}" + (f" ({words})" if words else "")
+
     def rank_at(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """The rank at a place of the dense view.
 

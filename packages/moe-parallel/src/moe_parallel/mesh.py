@@ -1,6 +1,6 @@
 """`FoldedMesh`: the process groups of both views of one world (Parallel Folding, arXiv 2504.14960)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -20,11 +20,13 @@ class FoldedMesh:
     """`Groups` over several processes, for every axis of both views and the combinations that are used.
 
     Collective: every rank of the default process group builds the same mesh at the same time. A group is made by its
-    members alone, so that building costs a rank the number of its own groups, whatever the size of the world.
+    members alone, so that building costs a rank the number of its own groups, whatever the size of the world; all ranks
+    must have made as many groups before. The groups end with the default one (`destroy_process_group`).
 
     Args:
         layout: of as many ranks as the default process group has.
-        timeout_s: after so long without its peers a collective fails; on every group, the default one included.
+        timeout_s: after so long without its peers a collective of these groups fails; the default group (`world`) has
+            the time that it was initialised with.
 
     Raises:
         MoeParallelError: the layout is illegal or of another world, or torch.distributed is not initialised.
@@ -40,47 +42,56 @@ class FoldedMesh:
             )
         self.layout = layout
         self.timeout_s = timeout_s
-        self._coordinates = layout.coordinates(dist.get_rank())
+        self._rank = dist.get_rank()
+        self._members_of: dict[tuple[str, ...], tuple[int, ...]] = {}
         self._groups: dict[frozenset[str], ProcessGroup] = {}
         for row in (ACTIVATION_AXES, GRADIENT_AXES):
-            made: dict[tuple[int, ...], ProcessGroup] = {}
-            for axes in row:
-                ranks = layout.group_of(dist.get_rank(), *axes)
-                if len(ranks) == 1:
-                    continue
-                if ranks not in made:
-                    names = [" * ".join(other) for other in row if layout.group_of(dist.get_rank(), *other) == ranks]
-                    made[ranks] = dist.new_group(
-                        list(ranks),
-                        timeout=timedelta(seconds=timeout_s),
-                        use_local_synchronization=True,
-                        group_desc=" = ".join(names),
-                    )
-                self._groups[frozenset(axes)] = made[ranks]
+            self._groups |= self._make(row)
 
     def size(self, *axes: str) -> int:
-        return len(self._members(axes))
+        return self.layout.world if axes == ("world",) else len(self._members(axes))
 
     def rank(self, *axes: str) -> int:
-        return self._members(axes).index(dist.get_rank())
+        return self._rank if axes == ("world",) else self._members(axes).index(self._rank)
 
     def group(self, *axes: str) -> ProcessGroup | None:
-        if axes == ("world",):
-            return dist.group.WORLD if self.layout.world > 1 else None
-        members = self._members(axes)
-        if len(members) == 1:
+        if self.size(*axes) == 1:
             return None
-        wide = frozenset(axis for axis in axes if self.layout.size(axis) > 1)
-        for known, group in self._groups.items():
-            if wide == {axis for axis in known if self.layout.size(axis) > 1}:
-                return group
-        combinations = [" * ".join(known) for known in (*ACTIVATION_AXES, *GRADIENT_AXES)]
-        raise MoeParallelError(f"no group spans {' * '.join(axes)}; groups are made for {', '.join(combinations)}")
+        if axes == ("world",):
+            return dist.group.WORLD
+        # Of `cp` and `cp * dp`, which span the same ranks where dp is 1, each has its own: they are from both rows.
+        group = self._groups.get(frozenset(axes)) or self._groups.get(self._wide(axes))
+        if group is None:
+            combinations = [" * ".join(known) for known in (*ACTIVATION_AXES, *GRADIENT_AXES)]
+            raise MoeParallelError(f"no group spans {' * '.join(axes)}; groups are made for {', '.join(combinations)}")
+        return group
 
     def coordinates(self) -> Mapping[str, int]:
-        return self._coordinates
+        return self.layout.coordinates(self._rank)
 
     def _members(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        if axes == ("world",):
-            return tuple(range(self.layout.world))
-        return self.layout.group_of(dist.get_rank(), *axes)
+        if axes not in self._members_of:
+            self._members_of[axes] = self.layout.group_of(self._rank, *axes)
+        return self._members_of[axes]
+
+    def _wide(self, axes: tuple[str, ...]) -> frozenset[str]:
+        return frozenset(axis for axis in axes if self.layout.size(axis) > 1)
+
+    def _make(self, row: Sequence[tuple[str, ...]]) -> dict[frozenset[str], ProcessGroup]:
+        """Groups of this rank for a row of axes, one for each set of ranks."""
+        groups: dict[frozenset[str], ProcessGroup] = {}
+        made: dict[tuple[int, ...], ProcessGroup] = {}
+        for axes in row:
+            ranks = self._members(axes)
+            if len(ranks) == 1:
+                continue
+            if ranks not in made:
+                names = [" * ".join(other) for other in row if self._members(other) == ranks]
+                made[ranks] = dist.new_group(
+                    list(ranks),
+                    timeout=timedelta(seconds=self.timeout_s),
+                    use_local_synchronization=True,
+                    group_desc=" = ".join(names),
+                )
+            groups[frozenset(axes)] = made[ranks]
+        return groups

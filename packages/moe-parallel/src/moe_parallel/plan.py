@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 
 from moe_parallel.errors import MoeParallelError
 from moe_parallel.groups import Groups
-from moe_parallel.sharding import Box, ParameterKind, ShardSpec
+from moe_parallel.sharding import SPLIT_AXES, Box, ParameterKind, ShardSpec
 
 if TYPE_CHECKING:
     from torch import nn
+
+# A message names so many parameters.
+_MOST_NAMES = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,15 @@ class PlanRule:
     placements: tuple[tuple[str, int], ...] = ()
     grad_sum_axes: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        legal = SPLIT_AXES[self.kind]
+        axes = [*(axis for axis, _ in self.placements), *self.grad_sum_axes]
+        if not set(axes) <= set(legal) or len(set(axes)) < len(axes):
+            raise MoeParallelError(
+                f"the plan rule for {self.pattern} names the axes {', '.join(axes)}; {self.kind.value} parameters are "
+                f"split, or their gradients summed, over each of {', '.join(legal)} at most once"
+            )
+
 
 def shard_specs(model: "nn.Module", rules: Sequence[PlanRule], groups: Groups) -> dict[str, ShardSpec]:
     """Specs by global name, in the order of the model; the first rule that matches wins, without one a parameter is
@@ -36,8 +48,8 @@ def shard_specs(model: "nn.Module", rules: Sequence[PlanRule], groups: Groups) -
         model: holds the part of every parameter that belongs to this rank.
 
     Raises:
-        MoeParallelError: a rule that no parameter reaches (a pattern without effect is a mistake), or that splits a
-            dim which a parameter does not have.
+        MoeParallelError: a rule that no parameter reaches, itself or past the rules before it (a pattern without
+            effect is a mistake), or that splits a dim which a parameter does not have.
     """
     specs, reached = {}, set()
     for name, parameter in model.named_parameters():
@@ -60,7 +72,11 @@ def shard_specs(model: "nn.Module", rules: Sequence[PlanRule], groups: Groups) -
         )
     unreached = [rule.pattern for number, rule in enumerate(rules) if number not in reached]
     if unreached:
-        raise MoeParallelError(f"the patterns {', '.join(unreached)} of the plan match none of {', '.join(specs)}")
+        names = ", ".join([*list(specs)[:_MOST_NAMES], "..."] if len(specs) > _MOST_NAMES else specs)
+        raise MoeParallelError(
+            f"the plan has patterns that match no parameter, or none that an earlier pattern leaves: "
+            f"{', '.join(unreached)}; parameters are {names}"
+        )
     return specs
 
 

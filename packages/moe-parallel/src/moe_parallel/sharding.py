@@ -13,6 +13,11 @@ class ParameterKind(Enum):
     EXPERT = "expert"
 
 
+# Axes over which a parameter may be split, and those over which it is replicated while its gradient is summed.
+SPLIT_AXES = {ParameterKind.DENSE: ("tp",), ParameterKind.EXPERT: ("etp", "ep")}
+REPLICA_AXES = {ParameterKind.DENSE: ("cp", "dp"), ParameterKind.EXPERT: ("edp",)}
+
+
 @dataclass(frozen=True)
 class Box:
     """An N-dimensional rectangle of a global tensor: `offset[d] <= index[d] < offset[d] + shape[d]`."""

@@ -40,8 +40,10 @@ class Topology:
         """Machines of equal size with consecutive ranks; an NVLink domain is a machine unless said otherwise.
 
         Raises:
-            MoeParallelError: a size is not at least 1, or machines do not divide the world.
+            MoeParallelError: a size is not at least 1, or does not divide the world.
         """
+        if world < 1:
+            raise MoeParallelError(f"a world has at least one rank, not {world}")
         per_domain = ranks_per_node if ranks_per_domain is None else ranks_per_domain
         for name, size in (("ranks_per_node", ranks_per_node), ("ranks_per_domain", per_domain)):
             if size < 1 or world % min(size, world):

@@ -7,7 +7,7 @@ A launcher such as torchrun tells a process its place in environment variables (
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -47,17 +47,22 @@ class Place:
         """
         if "WORLD_SIZE" not in os.environ:
             return cls()
-        try:
-            place = cls(
-                rank=int(os.environ["RANK"]),
-                world=int(os.environ["WORLD_SIZE"]),
-                local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-            )
-        except (KeyError, ValueError) as error:
-            raise MoeParallelError(f"RANK and WORLD_SIZE of the launcher cannot be read: {error}") from error
+        place = cls(rank=_number("RANK"), world=_number("WORLD_SIZE"), local_rank=_number("LOCAL_RANK", "0"))
         if not 0 <= place.rank < place.world:
             raise MoeParallelError(f"RANK = {place.rank} is outside a world of WORLD_SIZE = {place.world} processes")
+        if not 0 <= place.local_rank < place.world:
+            raise MoeParallelError(f"LOCAL_RANK = {place.local_rank} is outside a world of {place.world} processes")
         return place
+
+
+def _number(variable: str, default: str | None = None) -> int:
+    text = os.environ.get(variable, default)
+    if text is None:
+        raise MoeParallelError(f"WORLD_SIZE is set, but {variable} is not; a launcher such as torchrun sets both")
+    try:
+        return int(text)
+    except ValueError as error:
+        raise MoeParallelError(f"the environment variable {variable} = {text!r} is not a number") from error
 
 
 @contextmanager
@@ -91,42 +96,52 @@ def joined(place: Place, *, device: torch.device, timeout_s: float) -> Iterator[
         dist.destroy_process_group()
 
 
-def explain(error: Exception, store: Any, *, rank: int, world: int) -> None:
+def explain(error: BaseException, store: Any, *, rank: int, world: int) -> None:
     """Tell the other ranks what ended this one, and add what they said to the error as a note.
 
-    Of a collective that failed the note names the ranks that have not reported any failure: they died without a word,
-    or are busy with something else.
+    Of a collective that failed the note has what failed elsewhere, or else names the members of the group that have not
+    reported any failure: they died without a word, or are busy with something else.
     """
-    lost = isinstance(error, CollectiveError)
-    report = json.dumps({"lost": lost, "text": f"{type(error).__name__}: {error}"[:2000]})
+    report = json.dumps({"lost": isinstance(error, CollectiveError), "text": f"{type(error).__name__}: {error}"[:2000]})
     try:
         store.set(_key(rank), report)
-        if lost:
-            error.add_note(_what_others_say(store, [other for other in range(world) if other != rank]))
-    except RuntimeError:  # the store died with its rank
-        error.add_note("the other ranks cannot be asked what happened: the rendezvous is gone")
+        if isinstance(error, CollectiveError):
+            reports = _reports(store, [other for other in range(world) if other != rank])
+            error.add_note(_what_others_say(reports, [peer for peer in error.ranks if peer != rank]))
+    except RuntimeError:
+        error.add_note("the other ranks cannot be asked what happened: the process that served the rendezvous is gone")
 
 
-def _what_others_say(store: Any, others: list[int]) -> str:
-    reports: dict[int, dict[str, Any]] = {}
-    deadline = time.monotonic() + _REPORT_WAIT_S
-    while len(reports) < len(others):
-        for other in others:
-            if other not in reports and store.check([_key(other)]):
-                reports[other] = json.loads(store.get(_key(other)))
-        if time.monotonic() > deadline or any(not report["lost"] for report in reports.values()):
-            break
-        time.sleep(0.05)
+def _what_others_say(reports: Mapping[int, Mapping[str, Any]], peers: list[int]) -> str:
     causes = [
         f"rank {other} failed with {report['text']}" for other, report in sorted(reports.items()) if not report["lost"]
     ]
-    silent = sorted(set(others) - set(reports))
+    silent = [peer for peer in peers if peer not in reports]
     if causes:
         return "; ".join(causes)
     if silent:
-        names = ", ".join(map(str, silent))
+        names = ", ".join(map(str, silent[:16])) + (f" and {len(silent) - 16} more" if len(silent) > 16 else "")
         return f"no report from rank{'s' if len(silent) > 1 else ''} {names}: dead, or busy with something else"
-    return "every other rank lost its peers as well"
+    return "every other rank of the group lost its peers as well"
+
+
+def _reports(store: Any, ranks: list[int]) -> dict[int, dict[str, Any]]:
+    """What ranks have reported: as soon as all have, or one knows the cause, or the wait is over.
+
+    Ranks that lost a peer in the same collective report within milliseconds of each other, since each notices when
+    the first closes its connections.
+    """
+    reports: dict[int, dict[str, Any]] = {}
+    deadline = time.monotonic() + _REPORT_WAIT_S
+    while True:
+        for rank in ranks:
+            if rank not in reports and store.check([_key(rank)]):
+                reports[rank] = json.loads(store.get(_key(rank)))
+            if time.monotonic() > deadline:  # a large world may take that long to ask once
+                return reports
+        if len(reports) == len(ranks) or any(not report["lost"] for report in reports.values()):
+            return reports
+        time.sleep(0.05)
 
 
 def _key(rank: int) -> str:
@@ -134,7 +149,10 @@ def _key(rank: int) -> str:
 
 
 def gather_json(value: Any) -> list[Any]:
-    """The JSON values of all ranks of the world, by rank. Collective; a small control message, not for tensors."""
+    """The JSON values of all ranks of the world, by rank. Collective.
+
+    For control messages, not for tensors: every rank receives the text of all, each padded to the longest.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [json.loads(json.dumps(value))]
     world = dist.group.WORLD
@@ -144,7 +162,7 @@ def gather_json(value: Any) -> list[Any]:
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: text.numel()] = text
     rows = all_gather(padded, world).wait().view(len(sizes), -1)
-    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
+    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 class RankError(MoeParallelError):

@@ -1,6 +1,7 @@
 """From configuration to a training that can run: every choice of backend is made here, in one visible order."""
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -11,17 +12,17 @@ from moe_kernels.grouped_gemm import select_grouped_gemm
 from moe_memory.data_parallel import DataParallelEngine, build_engine
 from moe_memory.initialise import initialise
 from moe_memory.recompute import activation_policy
-from moe_parallel import AxisGroups, Groups, LocalAttention
+from moe_parallel import AxisGroups, Groups, LocalAttention, Place, shard_specs
 from moe_train.allocator import keep_freed_memory
 from moe_train.config.tree import TrainConfig
 from moe_train.data.corpus import load_documents
 from moe_train.data.entropy import TextEntropy, text_entropy
+from moe_train.data.share import Share
 from moe_train.data.source import TokenSource, WindowSource
 from moe_train.data.tokenizer import ByteTokenizer
 from moe_train.errors import MoeTrainError
 from moe_train.models.flops import ModelCosts
-from moe_train.models.parameters import parameter_specs
-from moe_train.models.spec import ModelParts
+from moe_train.models.spec import CausalModel, ModelParts
 from moe_train.plugins import MODELS
 
 
@@ -47,9 +48,10 @@ class Training:
     """Everything that one step needs.
 
     Attributes:
-        model: called with (token_BS, info, scale); its parameters belong to the engine.
+        groups: where this rank stands and with whom it communicates.
+        share: which sequences of a batch this rank works on.
+        model: its parameters belong to the engine.
         engine: gradients in, weights out.
-        parameter_names: global names of all parameters.
         dtype: internal dtype, of losses and weights of losses.
         costs: parameter counts and FLOPs of the model.
     """
@@ -57,16 +59,19 @@ class Training:
     config: TrainConfig
     device: torch.device
     groups: Groups
+    share: Share
     data: Data
-    model: nn.Module
+    model: CausalModel
     engine: DataParallelEngine
-    parameter_names: tuple[str, ...]
     dtype: torch.dtype
     costs: ModelCosts
 
 
-def assemble(config: TrainConfig) -> Training:
+def assemble(config: TrainConfig, groups: Groups | None = None, data: Data | None = None) -> Training:
     """Build a training from a validated configuration.
+
+    Collective: every rank assembles the same configuration. `groups` is by default a world of one process; `data` is
+    loaded unless it is given.
 
     Sets torch's thread count and deterministic mode for the process, as `train.threads` and `train.deterministic` say,
     and on a CPU the allocator.
@@ -74,7 +79,7 @@ def assemble(config: TrainConfig) -> Training:
     Raises:
         MoeTrainError and the packages' own errors: a chosen backend cannot run here.
     """
-    device = _device(config.train.device)
+    device = choose_device(config.train.device)
     if device.type == "cpu":
         keep_freed_memory()
     if config.train.threads is not None:
@@ -85,8 +90,8 @@ def assemble(config: TrainConfig) -> Training:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     dtype: torch.dtype = getattr(torch, config.memory.compute_dtype)
-    groups = AxisGroups()
-    data = load_data(config)
+    groups = AxisGroups() if groups is None else groups
+    data = load_data(config) if data is None else data
 
     family = MODELS.get_available(config.model.kind)
     parts = ModelParts(
@@ -99,8 +104,9 @@ def assemble(config: TrainConfig) -> Training:
     )
     with device:
         model = family.build(config.model, data.tokenizer.vocab_size, parts)
-    specs = parameter_specs(model, family.expert_parameters)
-    initialise(model, specs, family.init_rules(config.model), config.train.seed)
+    assert isinstance(model, nn.Module)
+    specs = shard_specs(model, family.plan, groups)
+    initialise(model, specs, family.init_rules(config.model), config.train.seed, groups)
     engine = build_engine(
         config.memory, config.optim, groups, compute_dtype=dtype, keep_internal=family.internal_parameters
     )
@@ -108,10 +114,10 @@ def assemble(config: TrainConfig) -> Training:
         config=config,
         device=device,
         groups=groups,
+        share=Share(rank=groups.rank("dp"), ranks=groups.size("dp"), unit=config.train.balance_sequences),
         data=data,
-        model=engine.wrap(model, specs),
+        model=cast(CausalModel, engine.wrap(model, specs)),
         engine=engine,
-        parameter_names=tuple(specs),
         dtype=internal_dtype(dtype),
         costs=family.costs(config.model, data.tokenizer.vocab_size),
     )
@@ -132,13 +138,18 @@ def load_data(config: TrainConfig) -> Data:
             seed=config.data.seed,
         ),
         valid=WindowSource(
-            tokens[split:], sequence_length=length, batch_sequences=config.train.microbatch_sequences, seed=None
+            tokens[split:], sequence_length=length, batch_sequences=config.train.valid_sequences, seed=None
         ),
         entropy=text_entropy(tokens, tokenizer.vocab_size),
     )
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """The device that `train.device` names; with several ranks on a machine each takes the CUDA device of its number.
+
+    Raises:
+        MoeTrainError: there is no such device.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise MoeTrainError(
             "train.device = 'cuda': this torch sees no CUDA device; `moe-train doctor` says what it sees, "
@@ -146,4 +157,4 @@ def _device(name: str) -> torch.device:
         )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    return torch.device(name, Place.from_environment().local_rank) if name == "cuda" else torch.device(name)

@@ -2,23 +2,31 @@
 
 import torch
 
+from moe_parallel import all_reduce
 from moe_train.assemble import Training
 from moe_train.step import microbatch_loss
 
 
 @torch.no_grad()
 def validation_loss(training: Training, sequences: int) -> float:
-    """Mean cross-entropy in nats over the targets of the first `sequences` held-out windows (all if fewer)."""
+    """Mean cross-entropy in nats over the targets of the first `sequences` held-out windows (all if fewer).
+
+    Collective: ranks share every batch and make the same number of forwards; the result is the same on all of them.
+    """
     training.model.eval()
     source = training.data.valid
     source.rewind()
     remaining = min(sequences, source.num_sequences)
-    total = torch.zeros((), dtype=torch.float64)
-    targets = 0
+    # Sum of losses and number of targets.
+    totals = torch.zeros(2, dtype=torch.float64)
     while remaining > 0:
-        batch = source.next_batch().rows(0, remaining)
-        remaining -= batch.num_sequences
-        loss_T, _ = microbatch_loss(training, batch.to(training.device), None)
-        total += loss_T.sum(dtype=torch.float64).cpu()
-        targets += int(batch.target_mask_BS.sum())
-    return float(total) / targets
+        size = training.share.ranks * training.config.train.microbatch_sequences
+        batch = source.next_batch(training.share, at_most=min(size, remaining))
+        remaining -= min(size, remaining)
+        loss_T = microbatch_loss(training, batch.to(training.device))
+        totals += torch.stack([loss_T.sum(dtype=torch.float64).cpu(), batch.target_mask_BS.sum()])
+    group = training.groups.group("dp")
+    if group is not None:
+        all_reduce(totals, group).wait()
+    loss, targets = totals.tolist()
+    return float(loss / targets)

@@ -4,12 +4,16 @@ import json
 import logging
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from moe_kernels.replay import RouterReplay
 from moe_memory.measure import PeakMemory
+from moe_parallel import Groups, agree
 from moe_train.assemble import Training, assemble
+from moe_train.choices import StepChoices, load_choices, save_choices
 from moe_train.config.tree import TrainConfig
 from moe_train.data.corpus import CORPORA
 from moe_train.errors import MoeTrainError
@@ -30,8 +34,10 @@ LARGEST_SKIP_RUN = 10
 SAMPLE_TEMPERATURE = 0.8
 
 
-def train(config: TrainConfig, run: RunDirectory, *, resume: bool) -> None:
+def train(config: TrainConfig, run: RunDirectory, *, resume: bool, groups: Groups | None = None) -> None:
     """Train as configured and leave metrics, checkpoints, a summary and a report in the run directory.
+
+    Collective: every rank trains, the first one writes what is not a checkpoint.
 
     With `resume` it continues from the newest complete checkpoint there, or from the start where there is none; the
     metrics of later steps are dropped, so that an interrupted run ends with the same files as an uninterrupted one.
@@ -39,31 +45,50 @@ def train(config: TrainConfig, run: RunDirectory, *, resume: bool) -> None:
     Raises:
         MoeTrainError: the checkpoint does not fit, or too many steps in a row had a non-finite loss or gradient norm.
     """
-    training = assemble(config)
+    training = assemble(config, groups)
     progress = restore(training, run) if resume else Progress.start(training)
-    sinks = open_sinks(config.observe.sinks, run, progress.step)
-    console = Console(config, training.costs, start_step=progress.step)
+    first = training.groups.rank("world") == 0
+    failed: Exception | None = None
+    sinks: list[MetricSink] = []
+    console: Console | None = None
+    try:
+        if first:
+            sinks = open_sinks(config.observe.sinks, run, progress.step)
+            console = Console(config, training.costs, start_step=progress.step)
+    except Exception as error:
+        failed = error
+    agree(failed)
     try:
         _steps(training, run, progress, sinks, console)
-        _finish(training, run, progress)
+        summary = _summary(training, progress)
+        if first:
+            run.summary.write_text(json.dumps(summary, indent=2) + "\n")
     finally:
-        console.close()
+        if console is not None:
+            console.close()
         for sink in sinks:
             sink.close()
-    logger.info("report: %s", write_report(run))
+    if first:
+        logger.info("report: %s", write_report(run))
 
 
 def _steps(
-    training: Training, run: RunDirectory, progress: Progress, sinks: list[MetricSink], console: Console
+    training: Training, run: RunDirectory, progress: Progress, sinks: list[MetricSink], console: Console | None
 ) -> None:
     config = training.config
     memory = PeakMemory(training.device)
     began, first_step = time.perf_counter(), progress.step
     while progress.step < config.train.steps:
         started = time.perf_counter()
-        batch = training.data.train.next_batch()
+        batch = training.data.train.next_batch(training.share)
+        choices = _choices(training, progress.step + 1)
         with memory.phase("step"):
-            result = run_step(training, batch, updates=progress.updates, window=_window(training, progress))
+            result = run_step(
+                training, batch, updates=progress.updates, window=_window(training, progress), choices=choices
+            )
+        if config.observe.record_choices and choices is not None:
+            rank = training.groups.rank("world")
+            save_choices(run.choices, choices, rank=rank, data=training.data.train.state())
         _advance(progress, result)
         now = time.perf_counter()
         eta = (now - began) / (progress.step - first_step) * (config.train.steps - progress.step)
@@ -72,7 +97,8 @@ def _steps(
         for sink in sinks:
             sink.write(record)
             sink.write(load)
-        console.step(record)
+        if console is not None:
+            console.step(record)
         if progress.skipped_in_a_row > LARGEST_SKIP_RUN:
             raise MoeTrainError(
                 f"{progress.skipped_in_a_row} steps in a row had a non-finite loss or gradient norm, up to step "
@@ -82,13 +108,23 @@ def _steps(
             valid = _validate(training, progress.step)
             for sink in sinks:
                 sink.write(valid)
-            console.valid(valid)
+            if console is not None:
+                console.valid(valid)
         if _due(progress.step, config.checkpoint.interval_steps) or progress.step == config.train.steps:
             save(training, run, progress)
 
 
 def _due(step: int, interval_steps: int | None) -> bool:
     return interval_steps is not None and step % interval_steps == 0
+
+
+def _choices(training: Training, step: int) -> StepChoices | None:
+    """Router choices to force, or a place for those of this step; collective."""
+    config = training.config
+    if config.train.replay_choices is not None:
+        folder = RunDirectory(Path(config.train.replay_choices)).choices
+        return load_choices(folder, step, data=training.data.train.state())
+    return StepChoices(step=step, mode="record", table=RouterReplay()) if config.observe.record_choices else None
 
 
 def _window(training: Training, progress: Progress) -> LoadWindow | None:
@@ -153,7 +189,8 @@ def _validate(training: Training, step: int) -> ValidRecord:
     return ValidRecord(step=step, valid_loss=loss, valid_bits_per_byte=loss / math.log(2))
 
 
-def _finish(training: Training, run: RunDirectory, progress: Progress) -> None:
+def _summary(training: Training, progress: Progress) -> dict[str, Any]:
+    """What is known at the end only. Collective, because the sample comes from the model."""
     config, costs, entropy = training.config, training.costs, training.data.entropy
     summary: dict[str, Any] = {
         "steps": progress.step,
@@ -177,4 +214,4 @@ def _finish(training: Training, run: RunDirectory, progress: Progress) -> None:
             training, prompt, config.observe.sample_tokens, temperature=SAMPLE_TEMPERATURE, seed=config.train.seed
         )
         summary["sample"] = {"prompt": prompt, "text": text, "temperature": SAMPLE_TEMPERATURE}
-    run.summary.write_text(json.dumps(summary, indent=2) + "\n")
+    return summary

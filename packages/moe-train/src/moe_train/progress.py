@@ -1,15 +1,20 @@
 """How far a training has come, and how that is saved and restored exactly."""
 
+import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from moe_parallel import agree, gather_json
 from moe_train.assemble import Training
 from moe_train.checkpoint.load import latest_checkpoint, load_tensors, read_index
 from moe_train.checkpoint.save import save_checkpoint
 from moe_train.errors import MoeTrainError
 from moe_train.run_directory import RunDirectory
 from moe_train.scale import LoadWindow
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -42,7 +47,7 @@ class Progress:
 
 
 def save(training: Training, run: RunDirectory, progress: Progress) -> None:
-    """Write a complete checkpoint of the run; what it holds is fixed before this returns."""
+    """Write a complete checkpoint of the run; what it holds is fixed before this returns. Collective."""
     state = {
         "step": progress.step,
         "updates": progress.updates,
@@ -51,20 +56,40 @@ def save(training: Training, run: RunDirectory, progress: Progress) -> None:
         "window": {"counts_LE": progress.window.counts_LE.tolist(), "num_tokens": progress.window.num_tokens},
         "engine": training.engine.state_values(),
         "data": training.data.train.state(),
+        "written_on": _layout(training),
     }
     keep = training.config.checkpoint.keep
-    save_checkpoint(run.checkpoints, progress.step, training.engine.state_tensors(), state, keep=keep)
+    rank = training.groups.rank("world")
+    save_checkpoint(run.checkpoints, progress.step, training.engine.state_tensors(), state, keep=keep, rank=rank)
 
 
 def restore(training: Training, run: RunDirectory) -> Progress:
-    """Continue from the newest complete checkpoint of the run; from the start if there is none.
+    """Continue from the newest complete checkpoint of the run; from the start if there is none. Collective.
+
+    The checkpoint may be of another layout of ranks or another data-parallel engine.
 
     Raises:
         MoeTrainError: the checkpoint is damaged or belongs to another model; nothing was changed.
     """
     path = latest_checkpoint(run.checkpoints)
+    seen = gather_json(None if path is None else path.name)
+    if len(set(seen)) > 1:
+        raise MoeTrainError(f"ranks see different checkpoints in {run.checkpoints}: {seen}; it must be shared by all")
     if path is None:
         return Progress.start(training)
+    failed: Exception | None = None
+    try:
+        progress, engine = _read(training, path)
+    except Exception as error:
+        failed = error
+    agree(failed)
+    load_tensors(path, training.engine.state_tensors())
+    training.engine.load_finished(engine)
+    return progress
+
+
+def _read(training: Training, path: Path) -> tuple[Progress, dict[str, int | float]]:
+    """Progress and engine values of a checkpoint; the position in the data is taken over."""
     state = read_index(path).state
     try:
         window = LoadWindow(
@@ -83,6 +108,17 @@ def restore(training: Training, run: RunDirectory) -> Progress:
         raise MoeTrainError(f"the state in {path / 'index.json'} is incomplete: {error!r}") from error
     # Weights last: whatever can be refused is refused before one is touched.
     training.data.train.load_state(data)
-    load_tensors(path, training.engine.state_tensors())
-    training.engine.load_finished(engine)
-    return progress
+    before = state.get("written_on", {})
+    changes = [
+        f"{name} {before[name]} -> {now}" for name, now in _layout(training).items() if before.get(name, now) != now
+    ]
+    if changes:
+        logger.info("%s was written on another layout and is regrouped: %s", path.name, ", ".join(changes))
+    return progress, engine
+
+
+def _layout(training: Training) -> dict[str, int | str]:
+    """How state was spread, for people; nothing is decided by it."""
+    axes = ("dp", "ep", "edp")
+    sizes = {axis: training.groups.size(axis) for axis in ("world", *axes)}
+    return {**sizes, "data_parallel": training.config.memory.data_parallel}

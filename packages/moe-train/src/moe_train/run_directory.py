@@ -57,15 +57,19 @@ class RunDirectory:
         """What is known at the end only, JSON."""
         return self.path / "summary.json"
 
-    @property
-    def log(self) -> Path:
-        """What was logged."""
-        return self.path / "log.txt"
+    def log(self, rank: int) -> Path:
+        """What a rank logged."""
+        return self.path / "log.txt" if rank == 0 else self.path / "logs" / f"rank-{rank:05d}.txt"
 
     @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
         return self.path / "checkpoints"
+
+    @property
+    def choices(self) -> Path:
+        """Folder of recorded router choices."""
+        return self.path / "choices"
 
     @property
     def report(self) -> Path:

@@ -11,12 +11,14 @@ Shape legend: B sequences, S slots per sequence, T = B*S tokens of an execution 
 G segments, L layers, E experts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from moe_parallel import Groups, all_reduce
+from moe_train.choices import MicrobatchChoices
 from moe_train.data.batch import Batch
 
 
@@ -47,6 +49,7 @@ class MicrobatchScale:
         segment_weight_G: of each segment's sequence loss.
         num_tokens: N_tok, valid tokens of the whole step.
         window: load of the previous step for the global balance loss; None where that loss is not used.
+        choices: what routers repeat or leave behind; None where they do neither.
     """
 
     target_weight_T: Tensor
@@ -58,6 +61,7 @@ class MicrobatchScale:
     segment_weight_G: Tensor
     num_tokens: int
     window: LoadWindow | None
+    choices: MicrobatchChoices | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +88,7 @@ class StepScale:
 
     @classmethod
     def count(cls, batch: Batch, *, balance_sequences: int, loss_norm: Literal["token", "microbatch"]) -> "StepScale":
-        """Count a global batch. Reads the masks on the host, once per step."""
+        """Count a batch, or one rank's share of it (`over`). Reads the masks on the host, once per step."""
         valid_B = batch.valid_BS.sum(1)
         target_B = batch.target_mask_BS.sum(1)
         balance_B = torch.arange(batch.num_sequences, device=valid_B.device) // balance_sequences
@@ -98,7 +102,25 @@ class StepScale:
             loss_norm=loss_norm,
         )
 
-    def microbatch(self, batch: Batch, dtype: torch.dtype, window: LoadWindow | None = None) -> MicrobatchScale:
+    def over(self, groups: Groups) -> "StepScale":
+        """The counts of the whole step from those of each rank's share. Collective over `dp`; on the host.
+
+        Shares consist of whole balance microbatches, so every count is a sum.
+        """
+        group = groups.group("dp")
+        if group is None:
+            return self
+        names = ("num_targets", "num_tokens", "num_segments", "num_balance", "num_target_balance")
+        counts = all_reduce(torch.tensor([getattr(self, name) for name in names]), group).wait().tolist()
+        return replace(self, **dict(zip(names, counts, strict=True)))
+
+    def microbatch(
+        self,
+        batch: Batch,
+        dtype: torch.dtype,
+        window: LoadWindow | None = None,
+        choices: MicrobatchChoices | None = None,
+    ) -> MicrobatchScale:
         """Weights for an execution microbatch, in the given (internal) dtype.
 
         It must start at a multiple of `balance_sequences` of the global order, so that it holds whole balance
@@ -134,6 +156,7 @@ class StepScale:
             segment_weight_G=segment_weight_B,
             num_tokens=self.num_tokens,
             window=window,
+            choices=choices,
         )
 
 

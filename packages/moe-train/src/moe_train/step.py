@@ -3,16 +3,24 @@
 Shape legend: L layers, E experts.
 """
 
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import reduce
 from math import isfinite
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe_kernels.cross_entropy import cross_entropy
-from moe_memory.data_parallel.norm import clip_factor, global_norm
+from moe_memory.data_parallel.norm import clip_factor
 from moe_memory.optim.schedule import learning_rate
+from moe_parallel import reduce_norm_parts
+from moe_parallel.pipeline.chunk import Segment, SegmentedChunk
+from moe_parallel.pipeline.runtime import run_actions
+from moe_parallel.pipeline.schedule import one_by_one
 from moe_train.assemble import Training
+from moe_train.choices import StepChoices
 from moe_train.data.batch import Batch
 from moe_train.models.statistics import RouterStatistics
 from moe_train.scale import LoadWindow, MicrobatchScale, StepScale
@@ -39,47 +47,88 @@ class StepResult:
     statistics: RouterStatistics
 
 
-def microbatch_loss(training: Training, batch: Batch, scale: MicrobatchScale | None) -> tuple[Tensor, RouterStatistics]:
-    """Cross-entropy of each target [T], zero where masked, and the router statistics of one forward."""
-    output = training.model(batch.token_BS, batch.sequence_info(), scale)
-    loss_T = cross_entropy(
-        output.logits_BSV.flatten(0, 1), batch.target_BS.flatten(), valid_T=batch.target_mask_BS.flatten()
-    )
-    return loss_T, output.statistics
+def microbatch_loss(training: Training, batch: Batch) -> Tensor:
+    """Cross-entropy of each target [T] of a forward outside training, zero where masked."""
+    output = training.model(batch.token_BS, batch.sequence_info(), None)
+    return _target_losses(output.logits_BSV, batch)
+
+
+def _target_losses(logits_BSV: Tensor, batch: Batch) -> Tensor:
+    return cross_entropy(logits_BSV.flatten(0, 1), batch.target_BS.flatten(), valid_T=batch.target_mask_BS.flatten())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Microbatch:
+    """What the segments of one execution microbatch share: the batch, its weights, and the model's own context."""
+
+    batch: Batch
+    scale: MicrobatchScale
+    model: Any
 
 
 def forward_backward(
-    training: Training, batch: Batch, scale: StepScale, window: LoadWindow | None
+    training: Training, batch: Batch, scale: StepScale, window: LoadWindow | None, choices: StepChoices | None = None
 ) -> tuple[Tensor, RouterStatistics]:
-    """Add the gradients of every execution microbatch of a global batch; returns loss and statistics of the whole."""
-    loss = torch.zeros((), dtype=training.dtype, device=training.device)
-    statistics: RouterStatistics | None = None
+    """Add the gradients of this rank's share of a global batch; returns its part of loss and statistics.
+
+    Microbatches go through the layers as the schedule says; gradients are reported to the engine layer by layer.
+    """
+    losses: list[Tensor] = []
+    statistics: list[RouterStatistics] = []
     microbatches = batch.microbatches(training.config.train.microbatch_sequences)
-    for index, microbatch in enumerate(microbatches):
-        on_device = microbatch.to(training.device)
-        weights = scale.microbatch(on_device, training.dtype, window)
-        loss_T, found = microbatch_loss(training, on_device, weights)
-        part = (loss_T * weights.target_weight_T).sum()
-        torch.autograd.backward(part)
-        training.engine.grads_ready(training.parameter_names, last=index == len(microbatches) - 1)
-        loss += part.detach()
-        statistics = found if statistics is None else statistics + found
-    assert statistics is not None
+
+    def begin(index: int) -> tuple[Tensor, _Microbatch]:
+        repeated = None if choices is None else choices.of(microbatches[index])
+        on_device = microbatches[index].to(training.device)
+        weights = scale.microbatch(on_device, training.dtype, window, repeated)
+        context = training.model.context(on_device.sequence_info(), weights)
+        return on_device.token_BS, _Microbatch(batch=on_device, scale=weights, model=context)
+
+    def inside(segment: Segment[Any]) -> Segment[_Microbatch]:
+        return replace(segment, run=lambda x, microbatch: segment.run(x, microbatch.model))
+
+    def loss(logits_BSV: Tensor, microbatch: _Microbatch) -> Tensor:
+        part = (_target_losses(logits_BSV, microbatch.batch) * microbatch.scale.target_weight_T).sum()
+        losses.append(part.detach())
+        statistics.append(RouterStatistics.stack(microbatch.model.statistics))
+        return part
+
+    segments = [*map(inside, training.model.segments()), Segment("loss", (), loss)]
+    run_actions(one_by_one(len(microbatches)), [SegmentedChunk(segments, begin)], training.engine.grads_ready)
     training.engine.finish()
-    return loss, statistics
+    # In the order of the microbatches, whatever the schedule was.
+    return reduce(operator.add, losses), reduce(operator.add, statistics)
 
 
-def run_step(training: Training, batch: Batch, *, updates: int, window: LoadWindow | None) -> StepResult:
-    """Run one optimizer step on a global batch.
+def run_step(
+    training: Training,
+    batch: Batch,
+    *,
+    updates: int,
+    window: LoadWindow | None,
+    choices: StepChoices | None = None,
+    inspect: Callable[[], None] | None = None,
+) -> StepResult:
+    """Run one optimizer step on this rank's share of a global batch. Collective; the result is the same on all ranks.
 
-    `updates` counts the updates so far and drives the learning-rate schedule, so that a skipped step delays it. The
-    host reads the loss and the norm, once each.
+    The host reads the loss and the norm, once each.
+
+    Args:
+        updates: updates so far; drives the learning-rate schedule, so that a skipped step delays it.
+        window: expert load for the global balance loss.
+        choices: what routers repeat, or a place for what they choose.
+        inspect: called when all gradients are complete, before the update.
     """
     config = training.config
     training.model.train()
-    scale = StepScale.count(batch, balance_sequences=config.train.balance_sequences, loss_norm=config.train.loss_norm)
-    loss, statistics = forward_backward(training, batch, scale, window)
-    norm = global_norm(training.engine.norm_parts(2.0), 2.0)
+    train = config.train
+    here = StepScale.count(batch, balance_sequences=train.balance_sequences, loss_norm=train.loss_norm)
+    scale = here.over(training.groups)
+    part, statistics_here = forward_backward(training, batch, scale, window, choices)
+    if inspect is not None:
+        inspect()
+    statistics, loss = statistics_here.summed(part, training.groups)
+    norm = reduce_norm_parts(training.engine.norm_parts(2.0), 2.0, training.groups)
     rate = learning_rate(config.optim, updates, config.train.steps)
     loss_value, norm_value = loss.item(), norm.item()
     skipped = not (isfinite(loss_value) and isfinite(norm_value))

@@ -6,6 +6,7 @@ import torch
 
 from moe_memory.config import MemoryConfig, OptimConfig
 from moe_memory.data_parallel.engine import DataParallelEngine as DataParallelEngine, StateTensor as StateTensor
+from moe_memory.data_parallel.sharded import ShardedEngine as ShardedEngine
 from moe_memory.data_parallel.zero1 import Zero1 as Zero1
 from moe_memory.optim.decay import is_decayed
 from moe_parallel import Groups, ShardSpec
@@ -20,8 +21,12 @@ def build_engine(
     keep_internal: Sequence[str] = (),
     decayed: Callable[[ShardSpec], bool] = is_decayed,
 ) -> DataParallelEngine:
-    """The engine that the configuration names; the arguments are those of `Zero1`."""
-    engines = {"zero1": Zero1}
-    return engines[memory.data_parallel](
-        optim, groups, compute_dtype=compute_dtype, keep_internal=keep_internal, decayed=decayed
-    )
+    """The engine that the configuration names; the arguments are those of `ShardedEngine`."""
+    engine: type[ShardedEngine]
+    if memory.data_parallel == "fsdp":
+        from moe_memory.data_parallel.fsdp import Fsdp  # only where it is wanted: it takes three seconds
+
+        engine = Fsdp
+    else:
+        engine = Zero1
+    return engine(optim, groups, compute_dtype=compute_dtype, keep_internal=keep_internal, decayed=decayed)

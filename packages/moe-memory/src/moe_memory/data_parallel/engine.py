@@ -16,7 +16,10 @@ class StateTensor:
     Attributes:
         name: `<slot>/<global parameter name>`; slots are `master`, `exp_avg`, `exp_avg_sq` for AdamW.
         global_shape: shape of the whole tensor.
-        box: the part that is here; may be empty. Every element of the whole is owned by exactly one rank.
+        box: the part that is here, in the coordinates of the whole: inside what this rank holds of the parameter
+            (`moe_parallel.local_box`), cut further by the engine. Every element of the whole is owned by exactly one
+            rank. Parts without elements are left out, except by the first of the replicas: it names every parameter it
+            holds, scalars and those that are empty as a whole included.
         tensor: live storage with the shape of the box; writing to it changes the state.
     """
 
@@ -35,12 +38,17 @@ class DataParallelEngine(Protocol):
 
     Gradients arrive in `parameter.grad`, which belongs to the engine from `wrap` on: a backward adds to what is there,
     or puts a new tensor where there is none, as autograd does. Nobody else clears it.
+
+    All methods but `norm_parts`, `gradient_tensors`, `state_tensors` and `state_values` may communicate: every rank
+    calls them in the same order.
     """
 
     def wrap(self, model: nn.Module, specs: Mapping[str, ShardSpec]) -> nn.Module:
         """Take ownership of the parameters of the model, once; returns the module to call from now on.
 
-        Values stay, rounded to the compute dtype of each parameter. Master weights and moments exist from here on.
+        The parameters are what this rank holds of them, `moe_parallel.local_box` of the specs. Values stay, rounded to
+        the compute dtype of each parameter; where replicas differ each part has the value of the rank that owns it.
+        Master weights and moments exist from here on.
         """
 
     def grads_ready(self, names: Collection[str], *, last: bool) -> None:
@@ -53,6 +61,12 @@ class DataParallelEngine(Protocol):
     def finish(self) -> None:
         """Wait until every gradient of the step is complete; an error if one was not reported with `last`."""
 
+    def gradient_tensors(self) -> Iterator[StateTensor]:
+        """The complete summed gradients of the parts that this rank owns, between `finish` and `step` or `skip`.
+
+        Names are those of parameters, without a slot; boxes are those of `state_tensors`. Live views, to be read only.
+        """
+
     def norm_parts(self, order: float) -> dict[str, Tensor]:
         """This rank's part of the global gradient norm by parameter kind; each unique element counts once.
 
@@ -61,10 +75,16 @@ class DataParallelEngine(Protocol):
         """
 
     def step(self, learning_rate: float, gradient_factor: Tensor | float) -> None:
-        """Scale gradients by the factor (clipping), update master weights, refresh compute weights, clear gradients."""
+        """Scale gradients by the factor (clipping), update master weights, refresh compute weights, clear gradients.
+
+        Weights may still be on their way when it returns. A module waits for its own when it is called.
+        """
 
     def skip(self) -> None:
         """Clear gradients and leave weights, moments and counters unchanged."""
+
+    def synchronize(self) -> None:
+        """Every weight is current afterwards. Only who reads a parameter without calling its module needs this."""
 
     def state_tensors(self) -> Iterator[StateTensor]:
         """Everything that a checkpoint must hold, as live storage, in a fixed order; from `wrap` on."""

@@ -1,6 +1,6 @@
 """AdamW over flat buffers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,8 +37,13 @@ class AdamW:
         return self._moments[name][index]
 
     @torch.no_grad()
-    def step(self, learning_rate: float, gradients: Sequence[Tensor]) -> None:
-        """One update of every buffer with the gradient of the same index."""
+    def step(
+        self,
+        learning_rate: float,
+        gradients: Sequence[Tensor],
+        updated: Callable[[int], None] = lambda index: None,
+    ) -> None:
+        """One update of every buffer with the gradient of the same index; each index is told when its is made."""
         config = self._config
         for index, ((weight, decayed), gradient) in enumerate(zip(self._weights, gradients, strict=True)):
             adamw(
@@ -57,4 +62,5 @@ class AdamW:
                 eps=config.eps,
                 weight_decay=config.weight_decay if decayed else 0.0,
             )
+            updated(index)
         self.updates += 1

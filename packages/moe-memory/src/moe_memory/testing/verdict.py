@@ -35,7 +35,10 @@ def require(holds: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def same_tables(got: Mapping[str, Tensor], want: Mapping[str, Tensor], when: str, *, exact: bool) -> None:
+def same_tables(
+    got: Mapping[str, Tensor], want: Mapping[str, Tensor], when: str, *, exact: bool, tolerance: float = 1e-12
+) -> None:
+    """Fail unless names, dtypes, shapes and values agree: in every bit, or within a share of the largest value."""
     require(set(got) == set(want), f"{when}: {sorted(got)}, expected {sorted(want)}")
     for name, expected in want.items():
         found, what = got[name], f"{when}: {name}"
@@ -45,7 +48,7 @@ def same_tables(got: Mapping[str, Tensor], want: Mapping[str, Tensor], when: str
             require(torch.equal(found, expected), f"{what} differs from the expected bits")
         elif expected.numel():
             error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-300))
-            require(error <= 1e-12, f"{what} is off by {error:.3g} of its size")
+            require(error <= tolerance, f"{what} is off by {error:.3g} of its size")
 
 
 def near(got: Tensor, want: Tensor, tolerance: float, what: str) -> None:

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from moe_parallel.errors import MoeParallelError
 
 C = TypeVar("C")
 
@@ -42,8 +44,30 @@ class Segment(Generic[C]):
     run: Callable[[Tensor, C], Tensor]
 
 
+class _Seed(torch.autograd.Function):
+    """A scalar whose backward gives `gradient` to `y`.
+
+    `torch.autograd.backward(y, gradient)` does the same after importing torch's symbolic shapes: three seconds, once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return y.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient, None
+
+
+_seed: Callable[[Tensor, Tensor], Tensor] = _Seed.apply
+
+
 class SegmentedChunk(Generic[C]):
     """A chunk of segments; the graph is cut between them, so that each backward ends before the next begins.
+
+    Gradients are those of one backward over all segments. What was kept for a segment is freed before the report of its
+    parameters.
 
     Args:
         segments: in forward order; the last one returns the scalar to differentiate.
@@ -63,13 +87,20 @@ class SegmentedChunk(Generic[C]):
             y = segment.run(x, context)
             kept.append((x, y))
             x = y
+        if x.numel() != 1:
+            raise MoeParallelError(
+                f"the last segment, {self._segments[-1].name}, returns the scalar to differentiate, not a tensor of "
+                f"shape {list(x.shape)}"
+            )
 
     def backward(self, microbatch: int, report: Report) -> None:
         kept = self._kept.pop(microbatch)
-        gradient: Tensor | None = None
+        gradient: Tensor | None = torch.ones_like(kept[-1][1])
         for segment in reversed(self._segments):
             x, y = kept.pop()
-            torch.autograd.backward(y, gradient)
+            # A segment without trained parameters needs no backward, and behind a detached value there is none.
+            if gradient is not None and y.requires_grad:
+                torch.autograd.backward(_seed(y, gradient))
             gradient = x.grad
             del x, y
             report(segment.parameters)

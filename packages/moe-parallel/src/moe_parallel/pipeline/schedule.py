@@ -34,18 +34,25 @@ def one_by_one(num_microbatches: int) -> tuple[Action, ...]:
 def check_schedule(actions: Sequence[Action], num_chunks: int) -> None:
     """Refuse a list in which a pass is missing, comes twice or before what it needs.
 
+    Every chunk makes both passes of the same microbatches, which are numbered from 0.
+
     Raises:
         MoeParallelError: the message names the action.
     """
     done: set[Action] = set()
     for action in actions:
         if not 0 <= action.chunk < num_chunks:
-            raise MoeParallelError(f"the schedule has {action}, but there are {num_chunks} chunks")
+            raise MoeParallelError(f"the schedule has {action}, but the number of chunks is {num_chunks}")
+        if action.microbatch < 0:
+            raise MoeParallelError(f"the schedule has {action}, but microbatches are numbered from 0")
         if action in done:
             raise MoeParallelError(f"the schedule has {action} twice")
         if action.what is Pass.BACKWARD and Action(Pass.FORWARD, action.microbatch, action.chunk) not in done:
             raise MoeParallelError(f"the schedule has {action} before its forward")
         done.add(action)
-    for action in done:
-        if action.what is Pass.FORWARD and Action(Pass.BACKWARD, action.microbatch, action.chunk) not in done:
-            raise MoeParallelError(f"the schedule has {action} without its backward")
+    microbatches = max((action.microbatch for action in actions), default=-1) + 1
+    for action in (
+        Action(what, number, chunk) for number in range(microbatches) for chunk in range(num_chunks) for what in Pass
+    ):
+        if action not in done:
+            raise MoeParallelError(f"the schedule lacks {action}, and the number of microbatches is {microbatches}")

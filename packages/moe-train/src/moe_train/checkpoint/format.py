@@ -12,7 +12,8 @@ layout of ranks can read what any other wrote. Nothing is ever read with pickle.
 import hashlib
 import json
 import operator
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from math import isfinite, prod
 from pathlib import Path
 from typing import Any
@@ -74,21 +75,56 @@ class Index:
         content = {
             "version": FORMAT_VERSION,
             "written_by": self.written_by,
-            "tensors": {
-                name: {
-                    "shape": tensor.shape,
-                    "dtype": tensor.dtype,
-                    "boxes": [
-                        {"file": b.file, "key": b.key, "offset": b.box.offset, "shape": b.box.shape}
-                        for b in tensor.boxes
-                    ],
-                }
-                for name, tensor in self.tensors.items()
-            },
+            "tensors": table_to_json(self.tensors),
             "files": {name: vars(file) for name, file in self.files.items()},
             "state": self.state,
         }
         return json.dumps({"sha256": _hash(content), **content}, allow_nan=False, indent=1)
+
+
+def table_to_json(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """A table of tensors as JSON values; `table_from_json` is its inverse."""
+    return {
+        name: {
+            "shape": tensor.shape,
+            "dtype": tensor.dtype,
+            "boxes": [
+                {"file": b.file, "key": b.key, "offset": b.box.offset, "shape": b.box.shape} for b in tensor.boxes
+            ],
+        }
+        for name, tensor in tensors.items()
+    }
+
+
+def table_from_json(content: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """A table of tensors from JSON values.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: they are no such table.
+    """
+    return {name: _tensor(entry) for name, entry in content.items()}
+
+
+def files_from_json(content: Mapping[str, Any]) -> dict[str, StoredFile]:
+    """Files from JSON values; `vars` of each is its inverse. Raises as `table_from_json`."""
+    return {name: StoredFile(size_bytes=e["size_bytes"], sha256=e["sha256"]) for name, e in content.items()}
+
+
+def merge_tables(tables: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
+    """The table of all ranks from that of each: the boxes of a tensor together.
+
+    Raises:
+        CheckpointError: ranks disagree on the shape or dtype of a tensor.
+    """
+    merged: dict[str, StoredTensor] = {}
+    for table in tables:
+        for name, tensor in table.items():
+            known = merged.setdefault(name, replace(tensor, boxes=()))
+            if (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
+                found = f"{known.shape} {known.dtype} and {tensor.shape} {tensor.dtype}"
+                raise CheckpointError(f"ranks disagree on the tensor {name}: {found}")
+            merged[name] = replace(known, boxes=known.boxes + tensor.boxes)
+    return merged
 
 
 def check_state(value: object, where: str = "state") -> None:
@@ -134,11 +170,8 @@ def read_index(path: Path) -> Index:
         if written != _hash({"version": version, **content}):
             raise CheckpointError(f"{file} was changed after it was written: its hash is wrong")
         index = Index(
-            tensors={name: _tensor(entry) for name, entry in content["tensors"].items()},
-            files={
-                name: StoredFile(size_bytes=entry["size_bytes"], sha256=entry["sha256"])
-                for name, entry in content["files"].items()
-            },
+            tensors=table_from_json(content["tensors"]),
+            files=files_from_json(content["files"]),
             state=dict(content["state"]),
             written_by=str(content["written_by"]),
         )

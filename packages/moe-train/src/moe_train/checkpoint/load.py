@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moe_memory.data_parallel import StateTensor
-from moe_parallel import Box
+from moe_parallel import Box, agree, gather_json
 from moe_train.checkpoint.format import (
     CheckpointError,
     Index,
@@ -46,14 +46,37 @@ def verify(path: Path) -> Index:
 def load_tensors(path: Path, targets: Iterable[StateTensor]) -> None:
     """Fill the targets, whatever boxes of the tensors they are, from a checkpoint of any layout.
 
-    Files are hashed first, then mapped one after another and copied box by box: nothing is held besides the targets.
+    Collective: every rank reads the parts that it needs. Files are hashed first, then mapped one after another and
+    copied box by box: nothing is held besides the targets.
 
     Raises:
-        CheckpointError: damage, a tensor that is missing here or there, another shape or dtype. No target was changed.
+        CheckpointError: damage, a tensor that is missing here or there, another shape or dtype. No target was changed,
+            on any rank.
+        RankError: one of these was found on another rank.
     """
+    failed: Exception | None = None
+    pieces: dict[str, list[_Piece]] = {}
     targets = list(targets)
+    # A rank that owns nothing of a tensor does not name it: what the model has is what all ranks have together.
+    everywhere = set().union(*gather_json([target.name for target in targets]))
+    try:
+        pieces = _checked_pieces(path, targets, everywhere)
+    except Exception as error:
+        failed = error
+    agree(failed)
+    # A file with the right hash and header has nothing left that could fail.
+    with torch.no_grad():
+        for name, inside in pieces.items():
+            with _opened(path / name) as file:
+                for piece in inside:
+                    values = file.get_slice(piece.stored.key)[_slices(piece.common, piece.stored.box)]
+                    piece.target.tensor[_slices(piece.common, piece.target.box)].copy_(values)
+
+
+def _checked_pieces(path: Path, targets: list[StateTensor], everywhere: set[str]) -> "dict[str, list[_Piece]]":
+    """What is to be copied from each file, after everything that can be wrong with it was looked for."""
     index = read_index(path)
-    _check_targets(path, index, targets)
+    _check_targets(path, index, targets, everywhere)
     pieces: dict[str, list[_Piece]] = {}
     for target in targets:
         for stored in index.tensors[target.name].boxes:
@@ -65,13 +88,7 @@ def load_tensors(path: Path, targets: Iterable[StateTensor]) -> None:
         with _opened(path / name) as file:
             for piece in inside:
                 _check_header(path / name, file, piece)
-    # A file with the right hash and header has nothing left that could fail.
-    with torch.no_grad():
-        for name, inside in pieces.items():
-            with _opened(path / name) as file:
-                for piece in inside:
-                    values = file.get_slice(piece.stored.key)[_slices(piece.common, piece.stored.box)]
-                    piece.target.tensor[_slices(piece.common, piece.target.box)].copy_(values)
+    return pieces
 
 
 @dataclass(frozen=True)
@@ -133,9 +150,8 @@ def _check_files(path: Path, index: Index, names: Collection[str]) -> None:
             raise CheckpointError(f"{file} was changed: its hash is wrong; it holds {_contents(index, name)}")
 
 
-def _check_targets(path: Path, index: Index, targets: list[StateTensor]) -> None:
-    wanted = {target.name for target in targets}
-    missing, unexpected = sorted(wanted - index.tensors.keys()), sorted(index.tensors.keys() - wanted)
+def _check_targets(path: Path, index: Index, targets: list[StateTensor], everywhere: set[str]) -> None:
+    missing, unexpected = sorted(everywhere - index.tensors.keys()), sorted(index.tensors.keys() - everywhere)
     if missing or unexpected:
         found = []
         if missing:

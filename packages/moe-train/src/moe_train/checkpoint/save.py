@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_memory.data_parallel import StateTensor
+from moe_parallel import agree, gather_json
 from moe_train.checkpoint.format import (
     INDEX,
     CheckpointError,
@@ -21,7 +23,11 @@ from moe_train.checkpoint.format import (
     StoredFile,
     StoredTensor,
     check_state,
+    files_from_json,
+    merge_tables,
     read_index,
+    table_from_json,
+    table_to_json,
 )
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
@@ -52,49 +58,83 @@ def save_checkpoint(
     *,
     keep: int | None = None,
     shard_bytes: int = 2 * 2**30,
+    rank: int = 0,
 ) -> Path:
     """Write `<directory>/step-<step>` and return it; it exists only once it is complete and on the disk.
 
-    One process at a time may save into a directory. Tensors are read where they are, without a copy on a CPU; when this
-    returns, changing them changes no file.
+    Collective: every rank writes its own parts, the first one the rest; the directory must be on a file system that
+    all ranks share. One run at a time may save into a directory. Tensors are read where they are, without a copy on a
+    CPU; when this returns, changing them changes no file.
 
     Args:
-        tensors: the parts that this process owns; each name at most once.
+        tensors: the parts that this rank owns; each name at most once.
         state: all other state, JSON values.
         keep: number of complete checkpoints that stay, those of the highest steps; None keeps all. The one written here
             stays in any case.
         shard_bytes: a shard is closed when it holds at least this much.
+        rank: of this process in the world.
 
     Raises:
         CheckpointError: the step was saved before, a name occurs twice, the boxes do not tile their tensors, the state
             is not JSON, or the disk fails. What was there before is untouched, and nothing else is left.
+        RankError: one of these happened on another rank.
     """
     if keep is not None and keep < 1:
         raise CheckpointError(f"keep = {keep}: at least one checkpoint has to stay")
     check_state(state)
     final = directory / checkpoint_name(step)
+    working = directory / f"{_UNFINISHED}{final.name}"
+    first = rank == 0
+    with _together(final):
+        if first:
+            _begin(directory, working, final)
+    try:
+        with _together(final):
+            if not working.is_dir():
+                raise CheckpointError(f"rank {rank} cannot see {working}: {directory} must be shared by all ranks")
+            table, files = write_shards(working, tensors, rank=rank, shard_bytes=shard_bytes)
+        parts = gather_json({"tensors": table_to_json(table), "files": {n: vars(file) for n, file in files.items()}})
+        with _together(final):
+            if first:
+                tables = merge_tables(table_from_json(part["tensors"]) for part in parts)
+                all_files = {name: file for part in parts for name, file in files_from_json(part["files"]).items()}
+                write_index(working, Index(tensors=tables, files=all_files, state=state))
+                os.rename(working, final)
+    except BaseException:
+        if first:
+            shutil.rmtree(working, ignore_errors=True)
+        raise
+    with _together(final):
+        if first:
+            _sync(directory)
+            if keep is not None:
+                _prune(directory, keep, final)
+    return final
+
+
+@contextmanager
+def _together(final: Path) -> Iterator[None]:
+    """What fails in the body on one rank fails on all."""
+    failed: Exception | None = None
+    try:
+        yield
+    except OSError as error:
+        failed = CheckpointError(f"{final} cannot be written: {error}")
+        failed.__cause__ = error
+    except Exception as error:
+        failed = error
+    agree(failed)
+
+
+def _begin(directory: Path, working: Path, final: Path) -> None:
+    """Make an empty working folder, and the directory where it is missing."""
     if final.exists():
         raise CheckpointError(f"{final} exists already; a checkpoint is never overwritten")
-    working = directory / f"{_UNFINISHED}{final.name}"
-    try:
-        if not directory.is_dir():
-            directory.mkdir(parents=True)
-            _sync(directory.parent)
-        remove_unfinished(directory)
-        working.mkdir()
-        try:
-            table, files = write_shards(working, tensors, rank=0, shard_bytes=shard_bytes)
-            write_index(working, Index(tensors=table, files=files, state=state))
-            os.rename(working, final)
-        except BaseException:
-            shutil.rmtree(working, ignore_errors=True)
-            raise
-        _sync(directory)
-    except OSError as error:
-        raise CheckpointError(f"{final} cannot be written: {error}") from error
-    if keep is not None:
-        _prune(directory, keep, final)
-    return final
+    if not directory.is_dir():
+        directory.mkdir(parents=True)
+        _sync(directory.parent)
+    remove_unfinished(directory)
+    working.mkdir()
 
 
 def remove_unfinished(directory: Path) -> None:

@@ -9,6 +9,7 @@ from importlib import import_module
 COMMANDS = {
     "run": ("run", "train a recipe"),
     "config": ("config", "show, check and compare configurations; say who set a value"),
+    "verify": ("verify", "check that loss, gradients and weights do not depend on the layout of ranks"),
     "report": ("report", "write the HTML report of a run"),
     "explain": ("explain", "what a metric means, how it is computed, what is healthy"),
     "doctor": ("doctor", "what this installation can do here, and why not the rest"),
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         if not isinstance(error, _user_errors()):
             raise
-        print(f"moe-train: {error}", file=sys.stderr)
+        print("; ".join([f"moe-train: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("moe-train: interrupted", file=sys.stderr)

@@ -1,14 +1,18 @@
 """`moe-train run`: train a recipe in a run directory."""
 
+import argparse
 import logging
+import os
 import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moe_train.cli import EXIT_INTERRUPTED
 from moe_train.cli.arguments import Settings, add_settings, command_parser, parse_settings
+from moe_train.config.checks import layout_of
 from moe_train.config.explain import diff_toml
 from moe_train.config.load import load_config
 from moe_train.config.toml import to_toml
@@ -17,6 +21,9 @@ from moe_train.errors import MoeTrainError
 from moe_train.observe.environment import environment, versions
 from moe_train.run_directory import RunDirectory, next_free_directory
 
+if TYPE_CHECKING:
+    from moe_parallel import Groups
+
 logger = logging.getLogger("moe_train")
 
 DESCRIPTION = """\
@@ -24,8 +31,10 @@ Train a recipe.
 
     moe-train run tiny_moe
     moe-train run tiny_moe model.num_experts=16 optim.lr=1e-3
+    moe-train run tiny_moe --nproc 4 parallel.ep=4
     moe-train run runs/tiny_moe-1/config.toml train.steps=600
     moe-train run tiny_moe --run-dir runs/tiny_moe-1 --resume
+    torchrun --nproc-per-node 8 --nnodes 2 ... -m moe_train run RECIPE --run-dir SHARED
 """
 
 
@@ -33,30 +42,80 @@ def main(arguments: list[str]) -> int:
     parser = command_parser("run", DESCRIPTION)
     add_settings(parser)
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/RECIPE-N with the next free N")
-    parser.add_argument("--resume", action="store_true", help="continue the run in --run-dir from its last checkpoint")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the run in --run-dir from its last checkpoint, also on other ranks",
+    )
+    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks to start on this machine (default 1)")
     options, settings = parse_settings(parser, arguments)
-    config = load_config(settings.recipe, settings.files, settings.overrides).config
-    directory = options.run_dir
-    run = _resumable(directory, config) if options.resume else _new(directory, config, settings, arguments)
-    print(f"run directory: {run.path}")
-    with logging_to(run.log):
-        if options.resume:
-            _compare_versions(run)
-        from moe_train.loop import train
+    if options.nproc < 1:
+        raise MoeTrainError(f"--nproc {options.nproc}: at least one rank has to run")
+    if options.nproc > 1:
+        return _launch(options, settings)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    config = load_config(settings.recipe, settings.files, settings.overrides, world=world).config
+    from moe_train.launch.worker import rank_groups
 
-        try:
-            train(config, run, resume=options.resume)
-        except KeyboardInterrupt:
-            logger.info("interrupted")
-            print(f"interrupted; to continue: {_resume_command(run)}", file=sys.stderr)
-            return EXIT_INTERRUPTED
-    print(f"report: {run.report}  checkpoints: {run.checkpoints}  metrics: {run.metrics}")
+    with rank_groups(config) as groups:
+        return _train(options, settings, config, groups, shlex.join(["moe-train", "run", *arguments]))
+
+
+def _launch(options: argparse.Namespace, settings: Settings) -> int:
+    """Start the ranks; each of them comes to `main` again, without --nproc."""
+    if "WORLD_SIZE" in os.environ:
+        raise MoeTrainError("--nproc starts ranks, but a launcher has started this process already; leave one out")
+    # Mistakes are reported once, before anything is started.
+    config = load_config(settings.recipe, settings.files, settings.overrides, world=options.nproc).config
+    from moe_train.launch.local import launch
+
+    directory = [] if options.run_dir is None else ["--run-dir", str(options.run_dir)]
+    resume = ["--resume"] if options.resume else []
+    launch(
+        ["run", settings.recipe, *map(str, settings.files), *settings.overrides, *directory, *resume],
+        layout_of(config, options.nproc),
+    )
     return 0
 
 
-def _new(directory: Path | None, config: TrainConfig, settings: Settings, arguments: list[str]) -> RunDirectory:
+def _train(options: argparse.Namespace, settings: Settings, config: TrainConfig, groups: "Groups", command: str) -> int:
+    from moe_parallel import agree, gather_json
+    from moe_train.loop import train
+
+    rank = groups.rank("world")
+    path: Path | None = None
+    failed: Exception | None = None
+    try:
+        if rank == 0:
+            resume, directory = options.resume, options.run_dir
+            run = _resumable(directory, config) if resume else _new(directory, config, settings, command)
+            path = run.path
+    except Exception as error:
+        failed = error
+    agree(failed)
+    # Every rank goes where the first one has decided to.
+    run = RunDirectory(Path(gather_json(None if path is None else str(path))[0]))
+    if rank == 0:
+        print(f"run directory: {run.path}")
+    with logging_to(run.log(rank), rank):
+        if options.resume and rank == 0:
+            _compare_versions(run)
+            for difference in diff_toml(run.config, config):
+                logger.info("continued with another setting: %s", difference)
+        try:
+            train(config, run, resume=options.resume, groups=groups)
+        except KeyboardInterrupt:
+            logger.info("interrupted")
+            if rank == 0:
+                print(f"interrupted; to continue: {_resume_command(run)}", file=sys.stderr)
+            return EXIT_INTERRUPTED
+    if rank == 0:
+        print(f"report: {run.report}  checkpoints: {run.checkpoints}  metrics: {run.metrics}")
+    return 0
+
+
+def _new(directory: Path | None, config: TrainConfig, settings: Settings, command: str) -> RunDirectory:
     path = next_free_directory(Path("runs"), _run_name(settings.recipe)) if directory is None else directory
-    command = shlex.join(["moe-train", "run", *arguments])
     described = environment(recipe=settings.recipe, command=command, seed=config.train.seed)
     return RunDirectory.create(path, config_toml=to_toml(config), command=command, environment=described)
 
@@ -68,13 +127,22 @@ def _run_name(recipe: str) -> str:
     return path.resolve().parent.name if path.name == "config.toml" else path.stem
 
 
+# What may change when a run continues: where and how the same numbers are computed, never which. Between layouts they
+# agree up to rounding; bit for bit only where nothing changes.
+_MOVABLE = (
+    *("parallel.", "comm.", "kernels.", "memory.data_parallel", "memory.recompute"),
+    *("train.microbatch_sequences", "train.threads", "train.device"),
+)
+
+
 def _resumable(directory: Path | None, config: TrainConfig) -> RunDirectory:
     if directory is None:
         raise MoeTrainError("--resume needs --run-dir: which run is to be continued?")
     run = RunDirectory.open(directory)
     differences = diff_toml(run.config, config)
-    if differences:
-        lines = "".join(f"\n  {difference}" for difference in differences)
+    other = [difference for difference in differences if not difference.key.startswith(_MOVABLE)]
+    if other:
+        lines = "".join(f"\n  {difference}" for difference in other)
         raise MoeTrainError(
             f"{directory} was started with another configuration, so continuing it would not be the same run:{lines}\n"
             f"To continue it as it was: {_resume_command(run)}"
@@ -94,12 +162,14 @@ def _compare_versions(run: RunDirectory) -> None:
 
 
 @contextmanager
-def logging_to(path: Path) -> Iterator[None]:
+def logging_to(path: Path, rank: int = 0) -> Iterator[None]:
     """Log to a file and to standard error; only here do loggers get handlers."""
+    path.parent.mkdir(exist_ok=True)
     file = logging.FileHandler(path, encoding="utf-8")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     screen = _StandardError()
-    screen.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    speaker = "" if rank == 0 else f"rank {rank}: "
+    screen.setFormatter(logging.Formatter(f"{speaker}%(levelname)s: %(message)s"))
     screen.setLevel(logging.WARNING)
     root = logging.getLogger()
     packages = [logging.getLogger(name) for name in _PACKAGES]

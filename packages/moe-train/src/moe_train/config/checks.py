@@ -23,13 +23,46 @@ def section_problems(config: TrainConfig) -> list[Problem]:
 
 def cross_problems(config: TrainConfig, world: int) -> list[Problem]:
     """Rules that involve several sections or what is installed; the sections themselves must be legal."""
-    parallel = {field.name: getattr(config.parallel, field.name) for field in fields(config.parallel)}
-    layout = ParallelLayout(world=world, **parallel)
+    layout = layout_of(config, world)
+    found = layout.problems(num_experts=config.model.num_experts)
     return [
-        *layout.problems(num_experts=config.model.num_experts),
+        *found,
+        *([] if found else _layout_problems(config, layout)),
         *_batch_problems(config),
         *_installed_problems(config),
     ]
+
+
+def layout_of(config: TrainConfig, world: int) -> ParallelLayout:
+    """The layout of a world of ranks, which may be illegal."""
+    degrees = config.parallel
+    return ParallelLayout(world=world, tp=degrees.tp, cp=degrees.cp, pp=degrees.pp, ep=degrees.ep, etp=degrees.etp)
+
+
+def _layout_problems(config: TrainConfig, layout: ParallelLayout) -> list[Problem]:
+    found = [
+        Problem(
+            key=f"parallel.{axis}",
+            value=layout.size(axis),
+            rule="the model cannot be split along this axis in this release",
+            legal="1",
+        )
+        for axis in ("tp", "cp", "pp", "etp")
+        if layout.size(axis) > 1
+    ]
+    train = config.train
+    units = -(-train.global_batch_sequences // train.balance_sequences)
+    if not found and units < layout.dp:
+        found.append(
+            Problem(
+                key="train.global_batch_sequences",
+                value=train.global_batch_sequences,
+                rule=f"gives {units} balance microbatches of {train.balance_sequences} sequences to dp = {layout.dp} "
+                "ranks, so that some would never have a token",
+                legal=f"at least {layout.dp * train.balance_sequences}",
+            )
+        )
+    return found
 
 
 def _batch_problems(config: TrainConfig) -> list[Problem]:
@@ -44,6 +77,9 @@ def _batch_problems(config: TrainConfig) -> list[Problem]:
                 legal=", ".join(map(str, legal)),
             )
         )
+    if train.replay_choices is not None and config.observe.record_choices:
+        rule = "choices that are repeated are recorded already; drop one of the two"
+        found.append(Problem(key="observe.record_choices", value=True, rule=rule))
     if train.microbatch_sequences > train.global_batch_sequences:
         found.append(
             Problem(

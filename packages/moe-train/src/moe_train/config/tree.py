@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from moe_comm.config import LocalConfig
+from moe_comm.config import AutoConfig
 from moe_kernels.config import KernelsConfig
 from moe_memory.config import MemoryConfig, OptimConfig
 from moe_parallel.config import ParallelConfig
@@ -71,6 +71,7 @@ class ObserveConfig:
     Attributes:
         log_interval_steps: steps between two lines on the console; sinks receive every step.
         sinks: installed sinks that receive the metrics.
+        record_choices: keep which experts every token chose, in the folder `choices` of the run.
         sample_tokens: tokens of the text that the trained model writes at the end; 0 writes none.
         sample_prompt: the beginning of that text.
     """
@@ -79,6 +80,7 @@ class ObserveConfig:
 
     log_interval_steps: int = 10
     sinks: tuple[str, ...] = ("jsonl",)
+    record_choices: bool = False
     sample_tokens: int = 200
     sample_prompt: str = "The state of"
 
@@ -105,6 +107,7 @@ class LoopConfig:
         loss_norm: `token`: every target weighs the same; `microbatch`: mean over balance microbatches of their means.
         valid_interval_steps: steps between validations; None validates after the last step only.
         valid_sequences: sequences of one validation.
+        replay_choices: directory of a run whose recorded choices routers repeat; the data must be the same.
         seed: of initial weights and of everything random in training.
         threads: threads of one process; None leaves torch's choice.
         device: `auto` takes a GPU where there is one.
@@ -120,6 +123,7 @@ class LoopConfig:
     loss_norm: Literal["token", "microbatch"] = "token"
     valid_interval_steps: int | None = 100
     valid_sequences: int = 64
+    replay_choices: str | None = None
     seed: int = 0
     threads: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -141,7 +145,7 @@ class TrainConfig:
     Attributes:
         model: options of the model family that `model.kind` names; by default `moe_train.models.config.DecoderConfig`.
         parallel: degrees of parallelism.
-        comm: options of the dispatcher that `comm.kind` names; by default `moe_comm.config.LocalConfig`.
+        comm: options of the dispatcher that `comm.kind` names; by default `moe_comm.config.AutoConfig`.
         kernels: implementations of the mathematics.
         memory: precision, recompute, sharding.
         data: tokens.
@@ -153,7 +157,7 @@ class TrainConfig:
 
     model: Any = field(default_factory=DecoderConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    comm: Any = field(default_factory=LocalConfig)
+    comm: Any = field(default_factory=AutoConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     data: DataConfig = field(default_factory=DataConfig)

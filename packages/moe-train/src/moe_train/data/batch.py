@@ -33,10 +33,18 @@ class Batch:
 
     @classmethod
     def from_rows(
-        cls, token_BS: Tensor, target_BS: Tensor, valid_BS: Tensor, target_mask_BS: Tensor | None = None
+        cls,
+        token_BS: Tensor,
+        target_BS: Tensor,
+        valid_BS: Tensor,
+        target_mask_BS: Tensor | None = None,
+        *,
+        first_sequence: int = 0,
     ) -> "Batch":
-        """Rows that are one document each, numbered from the start of the global batch; by default every valid slot has
-        a target that counts."""
+        """Rows that are one document each; by default every valid slot has a target that counts.
+
+        `first_sequence` is the number of the first row in the global batch.
+        """
         rows, slots = token_BS.shape
         index = torch.arange(rows * slots).view(rows, slots)
         return cls(
@@ -45,12 +53,17 @@ class Batch:
             target_mask_BS=valid_BS if target_mask_BS is None else target_mask_BS & valid_BS,
             valid_BS=valid_BS,
             position_BS=index % slots,
-            token_index_BS=index,
+            token_index_BS=index + first_sequence * slots,
         )
 
     @property
     def num_sequences(self) -> int:
         return self.token_BS.shape[0]
+
+    @property
+    def first_sequence(self) -> int:
+        """Number of the first row in the global batch; reads the host."""
+        return int(self.token_index_BS[0, 0]) // self.token_BS.shape[1]
 
     def sequence_info(self) -> SequenceInfo:
         """The part of the batch that layers may see."""

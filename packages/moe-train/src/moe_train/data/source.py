@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 
 from moe_train.data.batch import Batch
+from moe_train.data.share import WHOLE, Share
 from moe_train.errors import MoeTrainError
 
 
@@ -18,8 +19,11 @@ class TokenSource(Protocol):
     fresh source over the same data, makes it continue with the next batch; nothing that was read ahead is lost.
     """
 
-    def next_batch(self) -> Batch:
-        """The next global batch; it may have fewer sequences than usual where an epoch ends."""
+    def next_batch(self, share: Share = WHOLE) -> Batch:
+        """A rank's share of the next global batch, which may have fewer sequences than usual where an epoch ends.
+
+        The position moves on by the whole batch, so that the sources of all ranks stay at the same place.
+        """
 
     def state(self) -> dict[str, int]:
         """The position in the order, as JSON values."""
@@ -63,12 +67,14 @@ class WindowSource:
         """Windows in one epoch."""
         return -(-(self._tokens.size - 1) // self._sequence_length)
 
-    def next_batch(self) -> Batch:
+    def next_batch(self, share: Share = WHOLE, *, at_most: int | None = None) -> Batch:
+        """As the seam says; a global batch of no more than `at_most` sequences, if that is given."""
         if self._position == self.num_sequences:
             self._epoch, self._position = self._epoch + 1, 0
             self._order = self._epoch_order()
-        stop = min(self._position + self._batch_sequences, self.num_sequences)
-        batch = self._windows(self._order[self._position : stop])
+        limit = self._batch_sequences if at_most is None else min(at_most, self._batch_sequences)
+        stop = min(self._position + limit, self.num_sequences)
+        batch = self._windows(self._order[self._position : stop], share)
         self._position = stop
         return batch
 
@@ -102,8 +108,11 @@ class WindowSource:
             return index
         return np.argsort(_mix(index.astype(np.uint64), self._seed, self._epoch), kind="stable")
 
-    def _windows(self, numbers: npt.NDArray[np.int64]) -> Batch:
+    def _windows(self, numbers: npt.NDArray[np.int64], share: Share) -> Batch:
         length = self._sequence_length
+        start, stop, padding = share.rows(numbers.size)
+        # No window has the number after the last, so all of its slots are padding.
+        numbers = np.append(numbers[start:stop], np.full(padding, self.num_sequences))
         slot_BS = numbers[:, None] * length + np.arange(length)
         last = self._tokens.size - 1
         valid_BS = slot_BS < last
@@ -113,6 +122,7 @@ class WindowSource:
             torch.from_numpy(token_BS.astype(np.int64)),
             torch.from_numpy(target_BS.astype(np.int64)),
             torch.from_numpy(valid_BS),
+            first_sequence=start,
         )
 
 

@@ -3,7 +3,9 @@
 Shape legend: B sequences, S slots, D model, V vocabulary.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from moe_kernels.rope import rope_tables
 from moe_memory.initialise import InitRule, normal, ones
 from moe_memory.recompute import ActivationPolicy, run_unit
 from moe_parallel import SequenceInfo
+from moe_parallel.pipeline.chunk import Segment
 from moe_train.models.attention import Attention
 from moe_train.models.block import Block
 from moe_train.models.config import DecoderConfig
@@ -37,6 +40,22 @@ class DecoderOutput:
     statistics: RouterStatistics
 
 
+@dataclass
+class DecoderContext:
+    """What the segments of one forward share.
+
+    Attributes:
+        info, scale: of the microbatch.
+        rope: rotary tables of its positions.
+        statistics: of the layers so far.
+    """
+
+    info: SequenceInfo
+    scale: MicrobatchScale | None
+    rope: tuple[Tensor, Tensor]
+    statistics: list[RouterStatistics] = field(default_factory=list)
+
+
 class Decoder(nn.Module):
     """A decoder-only Transformer; it knows no rank and no backend.
 
@@ -48,6 +67,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.rotary_features = config.head_features
         self.rope_base = config.rope_base
+        self.dtype = parts.dtype
         self.activations: ActivationPolicy = parts.activations
         self.embedding = nn.Embedding(vocab_size, config.model_features, dtype=parts.dtype)
         self.layers = nn.ModuleList(build_block(config, layer, parts) for layer in range(config.num_layers))
@@ -58,14 +78,41 @@ class Decoder(nn.Module):
 
     def forward(self, token_BS: Tensor, info: SequenceInfo, scale: MicrobatchScale | None = None) -> DecoderOutput:
         """Run the model on an execution microbatch; `scale` attaches the balance losses (training only)."""
-        x_BSD = self.embedding(token_BS)
-        rope = rope_tables(info.position_BS, self.rotary_features, self.rope_base, x_BSD.dtype)
-        statistics = []
-        for index, block in enumerate(self.layers):
-            x_BSD, layer_statistics = run_unit(self.activations, f"layers.{index}", block, x_BSD, info, rope, scale)
-            statistics.append(layer_statistics)
-        head = self.embedding.weight if self.head is None else self.head.weight
-        return DecoderOutput(logits_BSV=F.linear(self.norm(x_BSD), head), statistics=RouterStatistics.stack(statistics))
+        context, x = self.context(info, scale), token_BS
+        for segment in self.segments():
+            x = segment.run(x, context)
+        return DecoderOutput(logits_BSV=x, statistics=RouterStatistics.stack(context.statistics))
+
+    def context(self, info: SequenceInfo, scale: MicrobatchScale | None) -> DecoderContext:
+        """What the segments of one forward need besides their input."""
+        rope = rope_tables(info.position_BS, self.rotary_features, self.rope_base, self.dtype)
+        return DecoderContext(info=info, scale=scale, rope=rope)
+
+    def segments(self) -> list[Segment[DecoderContext]]:
+        """The forward in pieces: tokens to features, each layer, features to logits."""
+
+        def piece(name: str, run: Callable[[Tensor, DecoderContext], Tensor], *modules: str) -> Segment[DecoderContext]:
+            prefixes = tuple(f"{module}." for module in modules)
+            return Segment(name, tuple(n for n, _ in self.named_parameters() if n.startswith(prefixes)), run)
+
+        return [
+            piece("embedding", lambda token_BS, _: self.embedding(token_BS), "embedding"),
+            *(
+                piece(f"layers.{index}", partial(self._layer, index), f"layers.{index}")
+                for index in range(len(self.layers))
+            ),
+            piece("head", self._head, "norm", "head"),
+        ]
+
+    def _layer(self, index: int, x_BSD: Tensor, context: DecoderContext) -> Tensor:
+        arguments = (x_BSD, context.info, context.rope, context.scale)
+        x_BSD, statistics = run_unit(self.activations, f"layers.{index}", self.layers[index], *arguments)
+        context.statistics.append(statistics)
+        return x_BSD
+
+    def _head(self, x_BSD: Tensor, context: DecoderContext) -> Tensor:
+        x_BSD = self.norm(x_BSD)
+        return F.linear(x_BSD, self.embedding.weight) if self.head is None else self.head(x_BSD)
 
 
 def build_block(config: DecoderConfig, layer: int, parts: ModelParts) -> Block:

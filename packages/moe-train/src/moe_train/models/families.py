@@ -2,19 +2,19 @@
 
 from typing import TYPE_CHECKING
 
+from moe_parallel.plan import PlanRule
+from moe_parallel.sharding import ParameterKind
 from moe_train.models.config import DecoderConfig
 from moe_train.models.flops import decoder_costs
-from moe_train.models.spec import MODEL_INTERFACE_VERSION, ModelParts, ModelSpec
+from moe_train.models.spec import MODEL_INTERFACE_VERSION, CausalModel, ModelParts, ModelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import nn
-
     from moe_memory.initialise import InitRule
 
 
-def _build(config: DecoderConfig, vocab_size: int, parts: ModelParts) -> "nn.Module":
+def _build(config: DecoderConfig, vocab_size: int, parts: ModelParts) -> "CausalModel":
     from moe_train.models.decoder import Decoder
 
     return Decoder(config, vocab_size, parts)
@@ -33,7 +33,7 @@ DECODER = ModelSpec(
     available=lambda: None,
     build=_build,
     init_rules=_init_rules,
-    expert_parameters="*.experts.*",
+    plan=(PlanRule(pattern="*.experts.*", kind=ParameterKind.EXPERT, placements=(("ep", 0),)),),
     internal_parameters=("*.router.weight",),
     costs=decoder_costs,
 )

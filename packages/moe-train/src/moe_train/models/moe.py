@@ -77,7 +77,13 @@ class MoELayer(nn.Module):
         return state.y_TD.view(x_BSD.shape), _statistics(state)
 
     def _route(self, state: MoEState) -> None:
-        routing, logits_TE = self.router(state.x_TD, state.valid_T, state.replay.recall("ids"))
+        ids_TK = state.replay.recall("ids")
+        choices = None if ids_TK is not None or state.scale is None else state.scale.choices
+        if choices is not None:
+            ids_TK = choices.recall(self.router.name, self.router.config.top_k, state.x_TD.device)
+        routing, logits_TE = self.router(state.x_TD, state.valid_T, ids_TK)
+        if choices is not None:
+            choices.remember(self.router.name, routing.ids_TK)
         state.replay.remember("ids", routing.ids_TK)
         state.routing = routing
         if state.scale is None:

@@ -37,6 +37,7 @@ class Router(nn.Module):
         self.config = config
         self.balance = balance
         self.layer = layer
+        self.name = f"layers.{layer}"
 
     def forward(self, x_TD: Tensor, valid_T: Tensor, ids_TK: Tensor | None) -> tuple[Routing, Tensor]:
         """Routing and logits [T, E]; `ids_TK` repeats earlier choices, with probabilities from the logits of now."""

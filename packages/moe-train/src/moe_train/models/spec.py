@@ -3,21 +3,25 @@
 Importing this module does not import torch, so that configuration can be checked without it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from moe_parallel.plan import PlanRule
 from moe_train.models.flops import ModelCosts
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from moe_comm import TokenDispatcher
     from moe_kernels.grouped_gemm.api import GroupedGemm
     from moe_memory.initialise import InitRule
     from moe_memory.recompute import ActivationPolicy
-    from moe_parallel import AttentionCore
+    from moe_parallel import AttentionCore, SequenceInfo
+    from moe_parallel.pipeline.chunk import Segment
+    from moe_train.models.statistics import RouterStatistics
+    from moe_train.scale import MicrobatchScale
 
 MODEL_INTERFACE_VERSION = 1
 
@@ -43,6 +47,37 @@ class ModelParts:
     expert_parallel: int = 1
 
 
+class ModelOutput(Protocol):
+    """What one forward gives."""
+
+    @property
+    def logits_BSV(self) -> "Tensor": ...
+
+    @property
+    def statistics(self) -> "RouterStatistics": ...
+
+
+class CausalModel(Protocol):
+    """What the trainer needs of a module beyond being one.
+
+    The forward is also available in segments over a context, so that gradients can be reported layer by layer: `x =
+    token_BS`, then `x = segment.run(x, context)` for each, after which `x` is `logits_BSV` and `context.statistics` the
+    list of the layers' `RouterStatistics`.
+    """
+
+    def train(self, mode: bool = True) -> Any: ...
+
+    def eval(self) -> Any: ...
+
+    def named_parameters(self) -> "Iterator[tuple[str, nn.Parameter]]": ...
+
+    def __call__(self, token_BS: "Tensor", info: "SequenceInfo", scale: "MicrobatchScale | None") -> ModelOutput: ...
+
+    def context(self, info: "SequenceInfo", scale: "MicrobatchScale | None") -> Any: ...
+
+    def segments(self) -> "Sequence[Segment[Any]]": ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A model family (entry-point group `moe_train.models`).
@@ -53,10 +88,9 @@ class ModelSpec:
         config: frozen keyword-only dataclass with `kind: Literal[name]` and `problems() -> list[Problem]`; it has the
             fields `num_layers`, `num_experts` and `router: RouterConfig`.
         available: None if it can be built here, else the reason.
-        build: (config, vocabulary size, parts) to the module. Its `forward(token_BS, info, scale)` returns an object
-            with `logits_BSV` and `statistics`.
+        build: (config, vocabulary size, parts) to the module, a `CausalModel`.
         init_rules: (config) to (pattern of global names, rule) pairs; the first match wins.
-        expert_parameters: pattern of the global names of stacked expert weights.
+        plan: how parameters are split over ranks; without a rule they are dense and whole on every rank.
         internal_parameters: patterns of the parameters that stay in the internal dtype.
         costs: (config, vocabulary size) to parameter counts and FLOPs.
     """
@@ -65,8 +99,8 @@ class ModelSpec:
     interface_version: int
     config: type[Any]
     available: Callable[[], str | None]
-    build: Callable[[Any, int, ModelParts], "nn.Module"]
+    build: Callable[[Any, int, ModelParts], "CausalModel"]
     init_rules: Callable[[Any], "Sequence[tuple[str, InitRule]]"]
-    expert_parameters: str
+    plan: tuple[PlanRule, ...]
     internal_parameters: tuple[str, ...]
     costs: Callable[[Any, int], ModelCosts]

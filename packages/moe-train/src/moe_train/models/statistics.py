@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_parallel import Groups, all_reduce
+
 
 @dataclass(frozen=True, kw_only=True)
 class RouterStatistics:
@@ -35,6 +37,24 @@ class RouterStatistics:
     def stack(cls, layers: Sequence["RouterStatistics"]) -> "RouterStatistics":
         """Of all layers, from those of each."""
         return cls(**{name: torch.stack([getattr(layer, name) for layer in layers]) for name in cls.__annotations__})
+
+    def summed(self, loss: Tensor, groups: Groups) -> "tuple[RouterStatistics, Tensor]":
+        """Statistics and loss of all ranks that see different tokens, from those of each; one collective for both.
+
+        They travel as float64, in which every count below 2**53 is exact.
+        """
+        group = groups.group("cp", "dp")
+        if group is None:
+            return self, loss
+        tensors = {**vars(self), "loss": loss}
+        packed = torch.cat([tensor.flatten().to(torch.float64) for tensor in tensors.values()])
+        parts = torch.split(all_reduce(packed, group).wait(), [tensor.numel() for tensor in tensors.values()])
+        found = {
+            name: part.view(tensor.shape).to(torch.float64 if tensor.is_floating_point() else tensor.dtype)
+            for (name, tensor), part in zip(tensors.items(), parts, strict=True)
+        }
+        total = found.pop("loss")
+        return RouterStatistics(**found), total
 
     def __add__(self, other: "RouterStatistics") -> "RouterStatistics":
         return RouterStatistics(

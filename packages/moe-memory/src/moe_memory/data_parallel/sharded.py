@@ -1,0 +1,236 @@
+"""`ShardedEngine`: the seam over stores, each of which keeps some of the parameters; what engines have in common."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from math import inf
+
+import torch
+from torch import Tensor, nn
+
+from moe_kernels import internal_dtype
+from moe_memory.config import OptimConfig
+from moe_memory.data_parallel.bucket import Bucket, BucketKey
+from moe_memory.data_parallel.engine import StateTensor
+from moe_memory.data_parallel.norm import power_sum
+from moe_memory.data_parallel.ownership import StepOrder, check_parameters, updates_from
+from moe_memory.data_parallel.sections import cut, inside
+from moe_memory.data_parallel.store import Store
+from moe_memory.errors import MoeMemoryError
+from moe_memory.optim.adamw import AdamW
+from moe_memory.optim.decay import is_decayed
+from moe_memory.precision import compute_dtypes
+from moe_parallel import Groups, ParameterKind, ShardSpec, local_box, replica_axes
+
+
+class ShardedEngine(ABC):
+    """AdamW in at least float32, with master weights and moments sharded over the replicas.
+
+    Dense parameters are replicated over `cp dp`, experts over `edp`: there gradients are summed and the state is
+    sharded. Every parameter must get a gradient in every backward before it is reported as ready: an expert without
+    tokens has a zero gradient, not an absent one, so an absent one is a mistake and raises.
+
+    Args:
+        config: of the optimizer.
+        groups: of this rank.
+        compute_dtype: dtype of weights and activations.
+        keep_internal: patterns of global names that compute in the internal dtype all the same.
+        decayed: which parameters have weight decay.
+        bucket_bytes: a bucket that is communicated has gradients of at most this size, or one parameter. Smaller ones
+            start earlier, larger ones communicate more efficiently.
+
+    Raises:
+        MoeMemoryError: a frozen parameter or one that does not fit its spec, a call out of order.
+    """
+
+    def __init__(
+        self,
+        config: OptimConfig,
+        groups: Groups,
+        *,
+        compute_dtype: torch.dtype,
+        keep_internal: Sequence[str] = (),
+        decayed: Callable[[ShardSpec], bool] = is_decayed,
+        bucket_bytes: int = 64 * 2**20,
+    ) -> None:
+        self._config = config
+        self._groups = groups
+        self._compute_dtype = compute_dtype
+        self._keep_internal = keep_internal
+        self._decayed = decayed
+        self._bucket_bytes = bucket_bytes
+        self._stores: Sequence[Store] = ()
+
+    @abstractmethod
+    def _build_stores(
+        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], keys: Mapping[str, BucketKey]
+    ) -> Sequence[Store]:
+        """Take the parameters over, in the order in which a forward first needs them."""
+
+    def wrap(self, model: nn.Module, specs: Mapping[str, ShardSpec]) -> nn.Module:
+        """As the seam says; returns the same module."""
+        if self._stores:
+            raise MoeMemoryError("this engine owns a model already; build another engine for another model")
+        parameters = dict(model.named_parameters())
+        check_parameters(parameters, specs, self._groups)
+        dtypes = compute_dtypes(parameters, self._compute_dtype, self._keep_internal)
+        keys = {name: BucketKey(specs[name].kind, self._decayed(specs[name]), dtypes[name]) for name in parameters}
+        # In the order of the model, whatever that of the specs.
+        self._specs = {name: specs[name] for name in parameters}
+        owners = _owners(model, parameters)
+        self._stores = tuple(self._build_stores(model, parameters, keys))
+        self._store_of = {name: store for store in self._stores for name in store.names}
+        for module, names in owners.items():
+            module.register_forward_pre_hook(
+                partial(_wait_for_weights, _unique(self._store_of[name] for name in names))
+            )
+        self._build_optimizer()
+        self._order = StepOrder(parameters)
+        self._refresh()
+        return model
+
+    def grads_ready(self, names: Collection[str], *, last: bool) -> None:
+        self._require_model()
+        self._order.report(names, last=last, has_gradient=lambda name: self._store_of[name].has_gradient(name))
+        for name in names:
+            self._store_of[name].collect(name)
+        if last:
+            for store in _unique(self._store_of[name] for name in names):
+                if not self._order.is_open(store.names):
+                    store.start_reduction()
+
+    def finish(self) -> None:
+        self._require_model()
+        self._order.finish()
+        for store in self._stores:
+            store.finish_reduction()
+
+    def gradient_tensors(self) -> Iterator[StateTensor]:
+        self._require_finished()
+        for name, store in self._in_model_order():
+            yield from self._part(name, name, store.gradients())
+
+    def norm_parts(self, order: float) -> dict[str, Tensor]:
+        self._require_finished()
+        parts = {kind.value: [power_sum(self._nothing, order)] for kind in ParameterKind}
+        for store in self._stores:
+            parts[store.kind.value] += [power_sum(gradient, order) for gradient in store.gradients()]
+        return {
+            kind: torch.stack(found).amax() if order == inf else torch.stack(found).sum()
+            for kind, found in parts.items()
+        }
+
+    def step(self, learning_rate: float, gradient_factor: Tensor | float) -> None:
+        self._require_finished()
+        gradients = [gradient for store in self._stores for gradient in store.gradients()]
+        for gradient in gradients:
+            gradient.mul_(gradient_factor)
+        self._optimizer.step(learning_rate, gradients, updated=self._updated)
+        self._begin_step()
+
+    def skip(self) -> None:
+        self._require_finished()
+        self._begin_step()
+
+    def synchronize(self) -> None:
+        self._require_model()
+        for store in self._stores:
+            store.synchronize()
+
+    def state_tensors(self) -> Iterator[StateTensor]:
+        self._require_model()
+        for slot in ("master", *AdamW.SLOTS):
+            for name, store in self._in_model_order():
+                yield from self._part(f"{slot}/{name}", name, self._slots[id(store)][slot])
+
+    def state_values(self) -> dict[str, int | float]:
+        self._require_model()
+        return {"updates": self._optimizer.updates}
+
+    def load_finished(self, values: Mapping[str, int | float]) -> None:
+        """As the seam says; gradients of a step that was begun are dropped."""
+        self._require_model()
+        self._optimizer.updates = updates_from(values)
+        self._refresh()
+        self._begin_step()
+
+    def _build_buckets(self, parameters: Mapping[str, nn.Parameter], keys: Mapping[str, BucketKey]) -> list[Bucket]:
+        """Buckets of parameters that behave alike, each consecutive in the order of the model."""
+        itemsize = internal_dtype(self._compute_dtype).itemsize
+        sizes = {name: parameter.numel() * itemsize for name, parameter in parameters.items()}
+        buckets = []
+        for key in dict.fromkeys(keys[name] for name in parameters):
+            group = self._groups.group(*replica_axes(key.kind))
+            names = [name for name in parameters if keys[name] == key]
+            # What is not communicated need not be cut.
+            for part in [names] if group is None else cut(names, sizes, self._bucket_bytes):
+                buckets.append(Bucket(key, {name: parameters[name] for name in part}, group))
+        return buckets
+
+    def _build_optimizer(self) -> None:
+        masters = [entry for store in self._stores for entry in store.masters()]
+        self._nothing = masters[0][0].flatten()[:0]
+        self._optimizer = AdamW(self._config, masters)
+        self._slots: dict[int, dict[str, list[Tensor]]] = {}
+        # The store of which a tensor is the last that is updated.
+        self._complete_at: dict[int, Store] = {}
+        place = 0
+        for store in self._stores:
+            here = [master for master, _ in store.masters()]
+            self._slots[id(store)] = {"master": here} | {
+                slot: [self._optimizer.slot(place + index, slot) for index in range(len(here))] for slot in AdamW.SLOTS
+            }
+            place += len(here)
+            self._complete_at[place - 1] = store
+
+    def _updated(self, index: int) -> None:
+        """Weights of a store go out as soon as they are updated, while the next ones are."""
+        if index in self._complete_at:
+            self._complete_at[index].start_refresh()
+
+    def _in_model_order(self) -> Iterator[tuple[str, Store]]:
+        return ((name, self._store_of[name]) for name in self._specs)
+
+    def _part(self, label: str, name: str, tensors: Sequence[Tensor]) -> Iterator[StateTensor]:
+        store, spec = self._store_of[name], self._specs[name]
+        box = store.box(name)
+        if box is not None:
+            yield StateTensor(
+                name=label,
+                global_shape=spec.shape,
+                box=inside(local_box(spec, self._groups), box),
+                tensor=store.part(tensors, name),
+            )
+
+    def _refresh(self) -> None:
+        for store in self._stores:
+            store.start_refresh()
+
+    def _begin_step(self) -> None:
+        for store in self._stores:
+            store.clear_gradients()
+        self._order.begin()
+
+    def _require_model(self) -> None:
+        if not self._stores:
+            raise MoeMemoryError("this engine owns no model yet: wrap() comes first")
+
+    def _require_finished(self) -> None:
+        self._require_model()
+        self._order.require_finished()
+
+
+def _owners(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[nn.Module, list[str]]:
+    """Modules and the global names of the parameters that they have themselves; a shared one is had by several."""
+    name_of = {id(parameter): name for name, parameter in parameters.items()}
+    found = {module: [name_of[id(p)] for p in module.parameters(recurse=False)] for module in model.modules()}
+    return {module: names for module, names in found.items() if names}
+
+
+def _unique(stores: Iterable[Store]) -> list[Store]:
+    return list({id(store): store for store in stores}.values())
+
+
+def _wait_for_weights(stores: Sequence[Store], module: nn.Module, arguments: object) -> None:
+    for store in stores:
+        store.wait_for_weights()

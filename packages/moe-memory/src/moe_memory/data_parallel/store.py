@@ -1,0 +1,62 @@
+"""`Store`: how an engine keeps a set of parameters; between the seam and what differs from engine to engine."""
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from moe_parallel import Box, ParameterKind
+
+
+class Store(Protocol):
+    """Gradients, master weights and compute weights of some parameters of one kind.
+
+    Masters and gradients come as lists of tensors that match one by one; optimizers and norms treat them as wholes.
+    They hold this rank's part of the parameters and zeros.
+    """
+
+    @property
+    def kind(self) -> ParameterKind: ...
+
+    @property
+    def names(self) -> Collection[str]: ...
+
+    @property
+    def late(self) -> bool:
+        """Whether weights may still be on their way when `start_refresh` returns, so that modules must wait."""
+
+    def masters(self) -> Sequence[tuple[Tensor, bool]]:
+        """Master weights, updated in place, and whether they are decayed."""
+
+    def gradients(self) -> Sequence[Tensor]:
+        """Complete gradients between `finish_reduction` and `clear_gradients`; may be scaled in place."""
+
+    def box(self, name: str) -> Box | None:
+        """This rank's part, in the coordinates of what it holds of the parameter; None where it has nothing to show."""
+
+    def part(self, tensors: Sequence[Tensor], name: str) -> Tensor:
+        """This rank's part of a parameter, in tensors that are laid out as `masters`."""
+
+    def has_gradient(self, name: str) -> bool:
+        """Whether a backward has reached the parameter since the last `collect`."""
+
+    def collect(self, name: str) -> None:
+        """Add the gradient of one backward to those before it."""
+
+    def start_reduction(self) -> None:
+        """The last gradients of the step have been collected."""
+
+    def finish_reduction(self) -> None:
+        """Wait until gradients are complete."""
+
+    def clear_gradients(self) -> None:
+        """Forget gradients, reduced or not."""
+
+    def start_refresh(self) -> None:
+        """Master weights have changed; from its next call on every module computes with the new ones."""
+
+    def wait_for_weights(self) -> None:
+        """Complete `start_refresh`, before a module with these parameters runs; nearly free where it is complete."""
+
+    def synchronize(self) -> None:
+        """Every parameter of the model is whole and current."""

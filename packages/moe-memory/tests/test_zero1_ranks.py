@@ -1,0 +1,102 @@
+"""`Zero1` over forked ranks, against the kit."""
+
+import pytest
+import torch
+from torch import nn
+
+from moe_memory import Zero1
+from moe_memory.testing import RanksConformance
+from moe_memory.testing.reference import CONFIG, KEEP_INTERNAL, step_tokens
+from moe_memory.testing.session import Session
+from moe_parallel import AxisGroups, ParallelLayout, run_distributed, shard_specs
+from moe_parallel.testing import count_collectives
+
+pytestmark = pytest.mark.dist
+
+
+class TestZero1OverRanks(RanksConformance):
+    def build(self, config, groups, *, compute_dtype, keep_internal):
+        # Buckets of one or a few parameters, so that several are under way at once.
+        return Zero1(config, groups, compute_dtype=compute_dtype, keep_internal=keep_internal, bucket_bytes=500)
+
+
+def test_a_reduction_starts_with_the_last_gradient_of_its_bucket_and_weights_return_late():
+    """Two collectives a bucket: one is issued while layers are still to be reported, one by the update."""
+
+    def work(groups):
+        engine = Zero1(CONFIG, groups, compute_dtype=torch.float64, keep_internal=KEEP_INTERNAL, bucket_bytes=500)
+        session = Session(engine, groups, torch.float64, seed=1)
+        session.train([0])
+        session.model(step_tokens(1, 1)[0]).backward()
+        issued = []
+        alone = "layers.1.experts.w1_EDF"  # the only parameter of its bucket
+        for names in ([alone], [name for name in session.names if name != alone]):
+            with count_collectives() as found:
+                engine.grads_ready(names, last=True)
+            issued.append(len(found))
+        with count_collectives() as found:
+            engine.finish()
+        assert not found
+        before = session.model.head.weight_FD.detach().clone()
+        with count_collectives() as found:
+            engine.step(0.02, 1.0)
+        assert len(found) == len(engine._buckets)
+        stale = torch.equal(session.model.head.weight_FD, before)
+        with count_collectives() as found:
+            session.model(step_tokens(2, 1)[0])
+            engine.synchronize()
+        assert not found
+        assert not torch.equal(session.model.head.weight_FD, before)
+        return issued, len(engine._buckets), stale
+
+    for issued, buckets, stale in run_distributed(ParallelLayout(world=2), work):
+        assert issued == [1, buckets - 1]
+        assert stale
+
+
+def test_every_bucket_is_cut_from_parameters_that_behave_alike_and_are_neighbours():
+    def work(groups):
+        engine = Zero1(CONFIG, groups, compute_dtype=torch.bfloat16, keep_internal=KEEP_INTERNAL, bucket_bytes=700)
+        session = Session(engine, groups, torch.bfloat16, seed=1)
+        return [(bucket.key.kind.value, bucket.key.decayed, bucket.names) for bucket in engine._buckets], session.names
+
+    buckets, names = run_distributed(ParallelLayout(world=2), work)[0]
+    assert sorted(name for *_, members in buckets for name in members) == sorted(names)
+    firsts = [names.index(members[0]) for *_, members in buckets]
+    assert firsts == sorted(firsts)
+    # w1_EDF has 4 * 5 * 7 float32 gradients, 560 bytes: one a bucket.
+    assert ("expert", True, ("layers.0.experts.w1_EDF",)) in buckets
+    assert ("dense", True, ("embedding.weight_VD", "head.weight_FD", "head.empty")) in buckets
+
+
+def test_a_shared_parameter_is_waited_for_by_every_module_that_has_it():
+    class Twins(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+            self.second.weight = self.first.weight
+
+        def forward(self, x):
+            return self.second(x).square().sum()
+
+    def work(groups):
+        torch.manual_seed(1)
+        model = Twins().double()
+        specs = shard_specs(model, [], groups)
+        engine = Zero1(CONFIG, groups, compute_dtype=torch.float64)
+        model = engine.wrap(model, specs)
+        losses = []
+        for _ in range(3):
+            loss = model(torch.ones(1, 4, dtype=torch.float64))
+            loss.backward()
+            engine.grads_ready(list(specs), last=True)
+            engine.finish()
+            engine.step(0.02, 1.0)
+            losses.append(loss.item())
+        return losses
+
+    one, two = work(AxisGroups()), run_distributed(ParallelLayout(world=2), work)
+    # Adam's first steps do not depend on the size of the gradient, which two ranks double.
+    assert two[0] == two[1]
+    assert two[0] == pytest.approx(one, rel=1e-4)
+    assert one[2] < one[1] < one[0]

@@ -1,0 +1,166 @@
+"""FoldedMesh: real groups on gloo have the members that the layout says, and none more than needed."""
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_parallel import FoldedMesh, Groups, MoeParallelError, ParallelLayout, all_reduce, run_distributed
+from moe_parallel._torch_compat import fake_world
+from moe_parallel.layout import DENSE_AXES, EXPERT_AXES
+from moe_parallel.mesh import ACTIVATION_AXES, GRADIENT_AXES
+from moe_parallel.testing import legal_layouts
+
+AXES = (*ACTIVATION_AXES, *GRADIENT_AXES)
+
+# Degrees differ pairwise where the world has room for it, so that an axis taken for another shows (R043).
+LAYOUTS = [
+    {"world": 4, "ep": 4},
+    {"world": 4, "tp": 2, "ep": 4},
+    {"world": 8, "tp": 4, "ep": 2},
+    {"world": 8, "tp": 2, "ep": 4},
+    {"world": 8, "cp": 2, "ep": 4},
+    {"world": 8, "tp": 2, "pp": 2, "ep": 4},
+    {"world": 8, "cp": 4, "pp": 2, "etp": 2, "ep": 2},
+    {"world": 8, "tp": 2, "cp": 2, "etp": 2, "ep": 4},
+    {"world": 6, "tp": 3, "ep": 2},
+]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("degrees", LAYOUTS, ids=lambda degrees: "-".join(f"{k}{v}" for k, v in degrees.items()))
+def test_r043_groups_have_the_members_of_the_layout(degrees):
+    layout = ParallelLayout(**degrees)
+
+    def on_rank(mesh):
+        rank = dist.get_rank()
+        assert isinstance(mesh, Groups)
+        assert mesh.coordinates() == layout.coordinates(rank)
+        assert (mesh.size("world"), mesh.rank("world")) == (layout.world, rank)
+        assert mesh.group("world") is dist.group.WORLD
+        reached = []
+        for axes in AXES:
+            members, group = layout.group_of(rank, *axes), mesh.group(*axes)
+            assert mesh.group(*reversed(axes)) is group
+            assert (mesh.size(*axes), mesh.rank(*axes)) == (len(members), members.index(rank))
+            if group is None:
+                assert len(members) == 1
+                continue
+            assert tuple(dist.get_process_group_ranks(group)) == members
+            assert (group.size(), group.rank()) == (len(members), members.index(rank))
+            # Who really answers: each rank sets its own bit.
+            bits = all_reduce(torch.tensor([1 << rank]), group).wait().item()
+            assert bits == sum(1 << member for member in members), axes
+            reached.append(axes)
+        return reached
+
+    reached = run_distributed(layout, on_rank, timeout_s=10)
+    assert all(axes == reached[0] for axes in reached)
+    assert reached[0], "a layout without groups tests nothing"
+
+
+def groups_by_identity(mesh):
+    return {axes: id(group) for axes in AXES if (group := mesh.group(*axes)) is not None}
+
+
+def test_axes_that_span_the_same_ranks_share_a_group_within_a_row_only():
+    layout = ParallelLayout(world=16, cp=4, ep=4)  # dp and edp 4: cp = ep in members, dp = edp in members
+    with fake_world(rank=5, world=16):
+        mesh = FoldedMesh(layout, timeout_s=1)
+        ids = groups_by_identity(mesh)
+        assert ids["cp",] == ids["tp", "cp"] == ids["ep",] == ids["etp", "ep"]
+        assert ids["dp",] == ids["edp",]
+        assert len({ids["cp",], ids["dp",], ids["cp", "dp"]}) == 3
+        assert mesh.group("cp").group_desc == "cp = tp * cp = ep = etp * ep"
+        assert mesh.group("dp").group_desc == "dp = edp"
+
+
+def test_a_gradient_reduction_never_takes_the_group_of_activations():
+    # dp is 1, so that `cp` and `cp * dp` are the same ranks; the tokens of the next layer go through `cp`.
+    with fake_world(rank=1, world=4):
+        mesh = FoldedMesh(ParallelLayout(world=4, cp=4, ep=2), timeout_s=1)
+        assert mesh.group("cp", "dp") is mesh.group("dp", "cp")
+        assert mesh.group("cp", "dp") is not mesh.group("cp")
+        assert dist.get_process_group_ranks(mesh.group("cp", "dp")) == dist.get_process_group_ranks(mesh.group("cp"))
+
+
+def test_axes_of_one_rank_do_not_count():
+    with fake_world(rank=3, world=8):
+        mesh = FoldedMesh(ParallelLayout(world=8, tp=2, ep=4), timeout_s=1)
+        assert mesh.group("tp", "pp") is mesh.group("tp")
+        assert mesh.group("tp", "cp") is mesh.group("tp")
+        assert mesh.group("pp") is mesh.group("pp", "cp") is mesh.group() is None
+        with pytest.raises(MoeParallelError, match=r"no group spans tp \* dp; groups are made for tp, cp, .*edp$"):
+            mesh.group("tp", "dp")
+        for question in (mesh.group, mesh.size, mesh.rank):
+            with pytest.raises(MoeParallelError, match="mix the dense view"):
+                question("tp", "ep")
+            with pytest.raises(MoeParallelError, match="unknown axis 'sp'"):
+                question("sp")
+
+
+def test_all_ranks_make_the_same_number_of_groups():
+    """torch names a group by its members and the number of groups before it, which must not differ between members."""
+    worlds = random.sample(range(2, 200), 12)
+    for world in (8, 16, *worlds):
+        layouts = list(legal_layouts(world))
+        for layout in random.sample(layouts, min(len(layouts), 10)):
+            for row in (ACTIVATION_AXES, GRADIENT_AXES):
+                made = [
+                    [row.index(axes) for axes in first_of_each_set(layout, row, rank)] for rank in range(layout.world)
+                ]
+                assert made.count(made[0]) == layout.world, layout
+
+
+def first_of_each_set(layout, row, rank):
+    sets = {}
+    for axes in row:
+        sets.setdefault(layout.group_of(rank, *axes), axes)
+    return [axes for ranks, axes in sets.items() if len(ranks) > 1]
+
+
+def test_every_pair_of_axes_of_a_gradient_or_an_exchange_lies_in_one_view():
+    assert all(set(axes) <= set(DENSE_AXES) or set(axes) <= set(EXPERT_AXES) for axes in AXES)
+
+
+@pytest.mark.parametrize("rank", [0, 9_999, 16_383])
+def test_a_mesh_of_sixteen_thousand_ranks_takes_seconds(rank):
+    layout = ParallelLayout(world=16_384, tp=8, cp=4, pp=16, ep=64, etp=2)
+    with fake_world(rank=rank, world=layout.world):
+        start = time.perf_counter()
+        mesh = FoldedMesh(layout, timeout_s=1)
+        assert time.perf_counter() - start < 5
+        for axes in AXES:
+            members = layout.group_of(rank, *axes)
+            assert dist.get_process_group_ranks(mesh.group(*axes)) == list(members)
+            assert mesh.rank(*axes) == members.index(rank)
+        start = time.perf_counter()
+        for _ in range(1000):
+            mesh.group("cp", "dp")
+            mesh.size("edp")
+            mesh.rank("world")
+        assert time.perf_counter() - start < 1, "a layer asks in every step"
+
+
+def test_what_a_mesh_refuses():
+    layout = ParallelLayout(world=4, ep=4)
+    with pytest.raises(MoeParallelError, match=r"torch\.distributed is not initialised"):
+        FoldedMesh(layout, timeout_s=1)
+    with fake_world(rank=0, world=2):
+        with pytest.raises(MoeParallelError, match="the layout is for 4 ranks, the default process group has 2"):
+            FoldedMesh(layout, timeout_s=1)
+        with pytest.raises(MoeParallelError, match=r"parallel\.ep = 3"):
+            FoldedMesh(ParallelLayout(world=2, ep=3), timeout_s=1)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.dist
+def test_a_world_of_one_has_no_groups():
+    def on_rank(mesh):
+        assert groups_by_identity(mesh) == {}
+        assert mesh.group("world") is None
+        assert (mesh.size("world"), mesh.rank("world"), mesh.size("ep"), mesh.rank("ep")) == (1, 0, 1, 0)
+
+    run_distributed(ParallelLayout(world=1), on_rank)

@@ -1,0 +1,237 @@
+"""SegmentedChunk: the gradients of one backward over the whole, cut into pieces that free what they kept."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from moe_parallel import MoeParallelError
+from moe_parallel.pipeline.chunk import Segment, SegmentedChunk
+
+# Shape suffixes: B rows, S tokens of a row, D features, V vocabulary.
+VOCABULARY, FEATURES = 11, 6
+
+
+class Tied(nn.Module):
+    """Embedding, layers and a head that is the embedding again; a microbatch brings targets and a weight."""
+
+    def __init__(self, num_layers=3):
+        super().__init__()
+        self.embedding = nn.Parameter(torch.randn(VOCABULARY, FEATURES, dtype=torch.float64))
+        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES, dtype=torch.float64) for _ in range(num_layers))
+
+    def embed(self, token_BS, context):
+        return F.embedding(token_BS, self.embedding)
+
+    def head(self, x_BSD, context):
+        return x_BSD @ self.embedding.t()
+
+    @staticmethod
+    def loss(logits_BSV, context):
+        target_BS, weight = context
+        return F.cross_entropy(logits_BSV.flatten(0, 1), target_BS.flatten(), reduction="sum") * weight
+
+    def segments(self):
+        def layer(module):
+            return lambda x_BSD, context: x_BSD + torch.tanh(module(x_BSD))
+
+        return [
+            Segment("embedding", ("embedding",), self.embed),
+            *(
+                Segment(f"layer {n}", (f"layers.{n}.weight", f"layers.{n}.bias"), layer(module))
+                for n, module in enumerate(self.layers)
+            ),
+            Segment("head", (), self.head),
+            Segment("loss", (), self.loss),
+        ]
+
+    def whole(self, token_BS, context):
+        x = token_BS
+        for segment in self.segments():
+            x = segment.run(x, context)
+        return x
+
+
+@pytest.fixture
+def microbatches():
+    """Of different lengths: nothing may depend on the shape of the one before."""
+
+    def tokens(rows, length):
+        return torch.randint(VOCABULARY, (rows, length))
+
+    return [(tokens(2, n), (tokens(2, n), torch.rand((), dtype=torch.float64))) for n in (5, 1, 7, 3)]
+
+
+def gradients(model):
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def expected(model, microbatches):
+    model.zero_grad()
+    for token_BS, context in microbatches:
+        model.whole(token_BS, context).backward()
+    found = {name: None if gradient is None else gradient.clone() for name, gradient in gradients(model).items()}
+    model.zero_grad()
+    return found
+
+
+ignore = lambda names: None  # noqa: E731
+
+
+def test_gradients_are_those_of_one_backward(microbatches):
+    """Integer input, a parameter in the first and the last segment, several microbatches in flight."""
+    model = Tied()
+    want = expected(model, microbatches)
+    chunk = SegmentedChunk(model.segments(), lambda number: microbatches[number])
+    for number in (0, 1, 2):
+        chunk.forward(number)
+    for number in (1, 0, 2):
+        chunk.backward(number, ignore)
+    chunk.forward(3)
+    chunk.backward(3, ignore)
+    for name, gradient in gradients(model).items():
+        # The two uses of the embedding, and the microbatches, are added up in another order.
+        torch.testing.assert_close(gradient, want[name], rtol=1e-13, atol=1e-14)
+
+
+def test_without_a_shared_parameter_one_microbatch_is_equal_bit_for_bit(microbatches):
+    model = Tied()
+    model.head = lambda x_BSD, context: x_BSD @ torch.ones(FEATURES, VOCABULARY, dtype=torch.float64).cumsum(0)
+    want = expected(model, microbatches[:1])
+    chunk = SegmentedChunk(model.segments(), lambda number: microbatches[number])
+    chunk.forward(0)
+    chunk.backward(0, ignore)
+    assert all(torch.equal(gradient, want[name]) for name, gradient in gradients(model).items())
+
+
+def test_reports_come_layer_by_layer_from_the_back_when_gradients_are_complete(microbatches):
+    model = Tied()
+    want = expected(model, microbatches[:1])
+    chunk = SegmentedChunk(model.segments(), lambda number: microbatches[number])
+    chunk.forward(0)
+    reports = []
+
+    def report(names):
+        reports.append(tuple(names))
+        complete = {name for names in reports for name in names}
+        for name, gradient in gradients(model).items():
+            if name in complete:
+                torch.testing.assert_close(gradient, want[name], rtol=1e-13, atol=1e-14)
+            elif name != "embedding":  # the head has added its part by now
+                assert gradient is None, f"{name} is not reported before its backward"
+
+    chunk.backward(0, report)
+    assert [names for names in reports if names] == [
+        ("layers.2.weight", "layers.2.bias"),
+        ("layers.1.weight", "layers.1.bias"),
+        ("layers.0.weight", "layers.0.bias"),
+        ("embedding",),
+    ]
+
+
+class Kept(torch.autograd.Function):
+    """The identity, which keeps one object until its backward is over."""
+
+    @staticmethod
+    def forward(ctx, x, kept):
+        ctx.kept = kept
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Ballast:
+    """What a graph holds on to."""
+
+
+def test_what_was_kept_is_freed_as_backward_proceeds():
+    held = {}
+
+    def segment(number):
+        def run(x, context):
+            ballast = Ballast()
+            held[context, number] = weakref.ref(ballast)
+            return Kept.apply(x, ballast).sum() if number == 3 else Kept.apply(x, ballast)
+
+        return Segment(f"segment {number}", (str(number),), run)
+
+    def alive():
+        return [key for key, reference in held.items() if reference() is not None]
+
+    chunk = SegmentedChunk([segment(n) for n in range(4)], lambda number: (torch.randn(2), number))
+    chunk.forward(0)
+    chunk.forward(1)
+    assert len(alive()) == 8
+    seen = []
+    chunk.backward(0, lambda names: seen.append((*names, [n for microbatch, n in alive() if microbatch == 0])))
+    assert seen == [("3", [0, 1, 2]), ("2", [0, 1]), ("1", [0]), ("0", [])]
+    assert alive() == [(1, n) for n in range(4)], "the other microbatch is in flight"
+    chunk.backward(1, ignore)
+    assert alive() == []
+
+
+def test_activations_are_freed_as_backward_proceeds():
+    """The same for storage: inputs and outputs of segments, which the chunk itself holds."""
+    storages = []
+
+    def run(x, context):
+        y = x * 2.0
+        storages.append(weakref.ref(y.untyped_storage()))
+        return y
+
+    segments = [Segment(str(n), (), run) for n in range(3)]
+    chunk = SegmentedChunk(
+        [*segments, Segment("end", (), lambda x, context: x.sum())], lambda n: (torch.randn(8), None)
+    )
+    chunk.forward(0)
+    assert all(reference() is not None for reference in storages)
+    seen = []
+    chunk.backward(0, lambda names: seen.append([reference() is not None for reference in storages]))
+    # A segment's output is also what the next one starts from, so it goes with the earlier of the two.
+    assert seen == [[True, True, True], [True, True, False], [True, False, False], [False, False, False]]
+
+
+@pytest.mark.parametrize("frozen", ["embedding", "layers.0", "layers", ""])
+def test_parameters_that_are_not_trained(frozen, microbatches):
+    model = Tied()
+    model.head = lambda x_BSD, context: x_BSD @ torch.ones(FEATURES, VOCABULARY, dtype=torch.float64).cumsum(0)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (frozen and name.startswith(frozen)))
+    want = expected(model, microbatches)
+    chunk = SegmentedChunk(model.segments(), lambda number: microbatches[number])
+    reported = []
+    for number in range(len(microbatches)):
+        chunk.forward(number)
+        chunk.backward(number, reported.extend)
+    for name, gradient in gradients(model).items():
+        if frozen and name.startswith(frozen):
+            assert gradient is None
+            assert want[name] is None
+        else:
+            torch.testing.assert_close(gradient, want[name], rtol=1e-13, atol=1e-14)
+    assert len(reported) == len(microbatches) * 7, "whoever reduces gradients hears of every parameter"
+
+
+def test_behind_a_detached_value_there_is_no_gradient(microbatches):
+    model = Tied()
+    segments = model.segments()
+    segments.insert(2, Segment("stop", (), lambda x_BSD, context: x_BSD.detach()))
+    chunk = SegmentedChunk(segments, lambda number: microbatches[number])
+    chunk.forward(0)
+    chunk.backward(0, ignore)
+    assert [name for name, gradient in gradients(model).items() if gradient is None] == [
+        "layers.0.weight",
+        "layers.0.bias",
+    ], "the embedding has its gradient from the head"
+
+
+def test_a_chunk_that_does_not_end_in_a_scalar_says_so():
+    chunk = SegmentedChunk([Segment("double", (), lambda x, context: x * 2)], lambda number: (torch.randn(3), None))
+    with pytest.raises(
+        MoeParallelError, match=r"the last segment, double, returns the scalar .* not a tensor of shape \[3\]"
+    ):
+        chunk.forward(0)

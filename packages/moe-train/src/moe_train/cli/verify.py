@@ -1,0 +1,59 @@
+"""`moe-train verify`: does the loss depend on the layout?"""
+
+from dataclasses import replace
+
+from moe_parallel.config import ParallelConfig
+from moe_train.cli.arguments import add_settings, command_parser, parse_settings
+from moe_train.config.load import load_config
+from moe_train.errors import MoeTrainError
+
+DESCRIPTION = """\
+Check that loss, gradients and weights do not depend on how a training is spread over ranks.
+
+    moe-train verify tiny_moe --world 4
+    moe-train verify tiny_moe --world 8 --limit 4 --steps 20 train.global_batch_sequences=8
+
+Trains a few steps in float64 in one process, and again for every legal layout of N ranks and every data-parallel
+engine, in processes of this machine. Prints the largest relative differences; exits 1 if one is beyond its limit.
+"""
+
+EXIT_VIOLATION = 1
+
+
+def main(arguments: list[str]) -> int:
+    parser = command_parser("verify", DESCRIPTION)
+    add_settings(parser)
+    parser.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
+    parser.add_argument("--steps", type=int, default=4, metavar="N", help="steps of each run (default 4)")
+    parser.add_argument("--limit", type=int, metavar="N", help="a sample of at most N cases that covers every value")
+    options, settings = parse_settings(parser, arguments)
+    for name in ("world", "steps", "limit"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise MoeTrainError(f"--{name} {value} is not at least 1")
+    config = load_config(settings.recipe, settings.files, settings.overrides, world=options.world).config
+    if config.parallel != replace(ParallelConfig(), timeout_s=config.parallel.timeout_s):
+        raise MoeTrainError("verify tries every layout itself; leave the degrees of `parallel` out")
+
+    from moe_train.verify import STATE_LIMIT, STEP_LIMIT, cases, sample, verify
+
+    found = cases(config, options.world)
+    chosen = found if options.limit is None else sample(found, options.limit)
+    print(
+        f"{len(chosen)} of {len(found)} cases of {options.world} ranks, {options.steps} steps in float64 against one "
+        f"process; limits: {STEP_LIMIT:g} in the first step (loss, gradients), {STATE_LIMIT:g} afterwards (loss, state)"
+    )
+    print(f"{'case':44} {'loss 1':>8} {'gradient':>8} {'losses':>8} {'state':>8}")
+    violations = 0
+    for deviation in verify(config, chosen, steps=options.steps, timeout_s=config.parallel.timeout_s):
+        gradient, state = deviation.gradient, deviation.state
+        numbers = (deviation.first_loss, gradient[0], deviation.loss, state[0])
+        verdict = "ok" if deviation.holds else f"VIOLATED, worst gradient {gradient[1]}, worst state {state[1]}"
+        print(f"{deviation.case!s:44} " + " ".join(f"{number:8.1e}" for number in numbers) + f"  {verdict}", flush=True)
+        violations += not deviation.holds
+    print(
+        f"{violations} of {len(chosen)} cases beyond the limits"
+        if violations
+        else "the loss does not depend on the layout"
+    )
+    return EXIT_VIOLATION if violations else 0

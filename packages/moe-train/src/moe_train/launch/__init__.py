@@ -1,0 +1,1 @@
+"""Starting ranks, and joining those that were started."""

@@ -1,0 +1,69 @@
+"""`--nproc N`: several ranks on this machine, through torch's own launcher."""
+
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from moe_parallel.layout import ParallelLayout
+from moe_train.errors import MoeTrainError
+
+
+class LaunchError(MoeTrainError):
+    """A rank failed; the message names it and what it said."""
+
+
+def launch(arguments: list[str], layout: ParallelLayout) -> None:
+    """Run `moe-train ARGUMENTS` once per rank and wait; if one fails all are ended.
+
+    As `torchrun --nproc-per-node N -m moe_train ARGUMENTS` does, on a free port of this machine. Unless OMP_NUM_THREADS
+    says otherwise the cores are shared out among the ranks.
+
+    Raises:
+        LaunchError: a rank failed.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # It would report what happened in its own words, with paths of its own files.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    threads = max(1, (os.cpu_count() or 1) // layout.world)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=layout.world,
+        run_id=f"moe-train-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(),
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "moe_train", *arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        raise LaunchError(_describe(layout.words_for(rank), failure)) from error
+
+
+def _describe(rank: str, failure: Any) -> str:
+    said = _message(Path(failure.error_file)) or f"it ended with {_ending(failure.exitcode)}"
+    return f"{rank} failed first, so all ranks were ended: {said}"
+
+
+def _message(file: Path) -> str | None:
+    """What the rank has recorded (`recorded`), if it had the time."""
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))["message"]["message"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _ending(exit_code: int) -> str:
+    return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"

@@ -1,0 +1,262 @@
+"""Layout invariance, checked: short float64 runs of legal layouts against one process (numerics §9).
+
+Rounding can neither hide a fault nor imitate one in float64, so that a difference beyond the limits is a fault of the
+program. Every second step is ragged: some sequences are short, some targets masked.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moe_memory.data_parallel import StateTensor
+from moe_parallel import FoldedMesh, ParallelLayout, run_distributed
+from moe_parallel.testing import legal_layouts
+from moe_train.assemble import Data, assemble, load_data
+from moe_train.config.tree import TrainConfig
+from moe_train.data.batch import Batch
+from moe_train.errors import MoeTrainError
+from moe_train.scale import LoadWindow
+from moe_train.step import run_step
+
+STEP_LIMIT = 1e-10
+STATE_LIMIT = 1e-8
+
+# At this rate a correct program drifts 3e-13 in twenty steps, at 1e-2 already 4e-7.
+_LARGEST_LR = 3e-3
+_LIMIT_S = 1200.0
+
+Engine = Literal["zero1", "fsdp"]
+ENGINES: tuple[Engine, ...] = ("zero1", "fsdp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way to spread the same training.
+
+    Attributes:
+        layout: of ranks.
+        engine: of data parallelism.
+        microbatch_sequences: sequences of a forward, which sets how often gradients are accumulated.
+    """
+
+    layout: ParallelLayout
+    engine: Engine
+    microbatch_sequences: int
+
+    def __str__(self) -> str:
+        layout = self.layout
+        return f"dp={layout.dp} ep={layout.ep} edp={layout.edp} {self.engine} microbatch={self.microbatch_sequences}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """The largest relative differences of a case from one process, each with where it is.
+
+    Attributes:
+        case: what was run.
+        first_loss: of the loss of the first step.
+        gradient: of a gradient of the first step, by norm per tensor.
+        loss: of the loss of any step.
+        state: of a master weight or moment after the last step, by norm per tensor.
+    """
+
+    case: Case
+    first_loss: float
+    gradient: tuple[float, str]
+    loss: float
+    state: tuple[float, str]
+
+    @property
+    def holds(self) -> bool:
+        """Whether all are within their limits; a NaN is not."""
+        step = self.first_loss <= STEP_LIMIT and self.gradient[0] <= STEP_LIMIT
+        return step and self.loss <= STATE_LIMIT and self.state[0] <= STATE_LIMIT
+
+
+def cases(config: TrainConfig, world: int, engines: Sequence[Engine] = ENGINES) -> list[Case]:
+    """Every legal layout of the axes that exist, with every engine; accumulation changes from case to case.
+
+    Raises:
+        MoeTrainError: there is none.
+    """
+    train = config.train
+    found: list[Case] = []
+    for layout in legal_layouts(world):
+        if (layout.tp, layout.cp, layout.pp, layout.etp) != (1, 1, 1, 1):
+            continue
+        if layout.problems(num_experts=config.model.num_experts):
+            continue
+        share = -(-train.global_batch_sequences // layout.dp)
+        whole = -(-share // train.balance_sequences)
+        for engine in engines:
+            # In turn: all in one forward, half of it, a single balance microbatch.
+            units = (whole, -(-whole // 2), 1)[len(found) % 3]
+            found.append(Case(layout=layout, engine=engine, microbatch_sequences=units * train.balance_sequences))
+    if not found:
+        raise MoeTrainError(f"no layout of {world} ranks is legal for {config.model.num_experts} experts")
+    return found
+
+
+def sample(found: Sequence[Case], limit: int) -> list[Case]:
+    """At most `limit` cases in which as many values of ep, engine and accumulation occur as can."""
+    chosen: list[Case] = []
+    rest = list(found)
+    seen: set[object] = set()
+    while rest and len(chosen) < limit:
+        best = max(rest, key=lambda case: len(_values(case) - seen))
+        rest.remove(best)
+        chosen.append(best)
+        seen |= _values(best)
+    return chosen
+
+
+def _values(case: Case) -> set[object]:
+    return {("ep", case.layout.ep), ("engine", case.engine), ("microbatch", case.microbatch_sequences)}
+
+
+def verify(
+    config: TrainConfig, chosen: Sequence[Case], *, steps: int, timeout_s: float = 120.0, data: Data | None = None
+) -> Iterator[Deviation]:
+    """Run one process and then each case in forked processes over gloo, and yield how far they are apart.
+
+    Raises:
+        MoeTrainError: a run did not train, so that nothing can be said.
+    """
+    config = _in_float64(config)
+    data = load_data(config) if data is None else data
+    alone = Case(
+        layout=ParallelLayout(world=1), engine="zero1", microbatch_sequences=config.train.global_batch_sequences
+    )
+    reference = _run(config, alone, data, steps, timeout_s)
+    for case in chosen:
+        found = _run(config, case, data, steps, timeout_s)
+        yield Deviation(
+            case=case,
+            first_loss=_relative(found.losses[:1], reference.losses[:1]),
+            gradient=_worst(found.gradients, reference.gradients),
+            loss=_relative(found.losses, reference.losses),
+            state=_worst(found.state, reference.state),
+        )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a run ends with: the loss of each step, whole gradients of the first step, whole state tensors."""
+
+    losses: list[float]
+    gradients: dict[str, npt.NDArray[np.float64]]
+    state: dict[str, npt.NDArray[np.float64]]
+
+
+def _in_float64(config: TrainConfig) -> TrainConfig:
+    return replace(
+        config,
+        memory=replace(config.memory, compute_dtype="float64"),
+        kernels=replace(config.kernels, grouped_gemm="loop"),
+        optim=replace(config.optim, lr=min(config.optim.lr, _LARGEST_LR), eps=1e-8),
+        train=replace(config.train, threads=1, device="cpu"),
+    )
+
+
+def _run(config: TrainConfig, case: Case, data: Data, steps: int, timeout_s: float) -> _Run:
+    layout = case.layout
+    config = replace(
+        config,
+        parallel=replace(config.parallel, ep=layout.ep),
+        memory=replace(config.memory, data_parallel=case.engine),
+        train=replace(config.train, microbatch_sequences=case.microbatch_sequences),
+    )
+
+    def on_rank(mesh: FoldedMesh) -> tuple[list[float], list[_Part], list[_Part]]:
+        return _train(config, mesh, data, steps)
+
+    ranks = run_distributed(layout, on_rank, timeout_s=timeout_s, limit_s=_LIMIT_S)
+    losses = ranks[0][0]
+    if any(other[0] != losses for other in ranks):
+        raise MoeTrainError(f"{case}: ranks disagree on the loss: {[other[0] for other in ranks]}")
+    gradients = _joined(part for _, parts, _ in ranks for part in parts)
+    state = _joined(part for _, _, parts in ranks for part in parts)
+    return _Run(losses, gradients, state)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A box of a tensor, in a form that travels between processes."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    values: npt.NDArray[np.float64]
+
+    @classmethod
+    def of(cls, part: StateTensor) -> "_Part":
+        values = part.tensor.detach().to("cpu", torch.float64, copy=True).numpy()
+        return cls(part.name, part.global_shape, part.box.offset, values)
+
+
+def _train(
+    config: TrainConfig, mesh: FoldedMesh, data: Data, steps: int
+) -> tuple[list[float], list[_Part], list[_Part]]:
+    training = assemble(config, mesh, data)
+    losses: list[float] = []
+    gradients: list[_Part] = []
+
+    def keep_gradients() -> None:
+        if not losses:
+            gradients.extend(map(_Part.of, training.engine.gradient_tensors()))
+
+    window: LoadWindow | None = None
+    for number in range(steps):
+        batch = training.data.train.next_batch(training.share)
+        batch = ragged(batch, number) if number % 2 else batch
+        result = run_step(training, batch, updates=number, window=window, inspect=keep_gradients)
+        if result.skipped:
+            raise MoeTrainError(f"step {number + 1} had a loss of {result.loss}, norm {result.gradient_norm}")
+        losses.append(result.loss)
+        if config.model.balance.glob > 0:
+            window = LoadWindow(counts_LE=result.statistics.counts, num_tokens=result.scale.num_tokens)
+    return losses, gradients, list(map(_Part.of, training.engine.state_tensors()))
+
+
+def ragged(batch: Batch, step: int) -> Batch:
+    """The batch with every third sequence cut short and every fourth without some targets, by their global number."""
+    rows, slots = batch.token_BS.shape
+    number_B = batch.first_sequence + torch.arange(rows) + step
+    length_B = torch.where(number_B % 3 == 0, number_B * 5 % slots, slots)
+    valid_BS = batch.valid_BS & (torch.arange(slots) < length_B[:, None])
+    masked_BS = (number_B % 4 == 1)[:, None] & (torch.arange(slots) % 5 < 3)
+    return replace(batch, valid_BS=valid_BS, target_mask_BS=batch.target_mask_BS & valid_BS & ~masked_BS)
+
+
+def _joined(parts: Iterator[_Part]) -> dict[str, npt.NDArray[np.float64]]:
+    """Whole tensors from the boxes of all ranks, which must cover every element once."""
+    whole: dict[str, npt.NDArray[np.float64]] = {}
+    times: dict[str, npt.NDArray[np.int8]] = {}
+    for part in parts:
+        tensor = whole.setdefault(part.name, np.zeros(part.shape))
+        box = tuple(slice(o, o + n) for o, n in zip(part.offset, part.values.shape, strict=True))
+        tensor[box] = part.values
+        times.setdefault(part.name, np.zeros(part.shape, np.int8))[box] += 1
+    for name, count in times.items():
+        if (count != 1).any():
+            raise MoeTrainError(f"the ranks hold {int((count != 1).sum())} elements of {name} not exactly once")
+    return whole
+
+
+def _worst(
+    found: Mapping[str, npt.NDArray[np.float64]], expected: Mapping[str, npt.NDArray[np.float64]]
+) -> tuple[float, str]:
+    """The largest relative difference by norm and whose it is."""
+    if found.keys() != expected.keys():
+        raise MoeTrainError(f"a layout has other tensors: {', '.join(sorted(found.keys() ^ expected.keys()))}")
+    return max((_relative(found[name], expected[name]), name) for name in expected)
+
+
+def _relative(found: Any, expected: Any) -> float:
+    difference, size = np.linalg.norm(np.subtract(found, expected)), np.linalg.norm(expected)
+    ratio = float(difference if size == 0 else difference / size)
+    return ratio if np.isfinite(ratio) else float("inf")

@@ -1,0 +1,145 @@
+"""`--nproc` and torchrun: real processes, from the command line to the last file."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from moe_train.cli import main
+from moe_train.testing import SMALL
+
+pytestmark = pytest.mark.dist
+
+SETTINGS = [*SMALL, "model.num_experts=8", "parallel.ep=2", "parallel.timeout_s=20", "train.steps=3"]
+
+# Python imports it in every process that has this folder on its path; it plays the fault that a test asks for.
+FAULTS = """
+import os
+
+if os.environ.get("RANK") == "1" and (fault := os.environ.get("PLAYED_FAULT")):
+    import signal
+
+    import moe_train.loop as loop
+    from moe_train.errors import MoeTrainError
+
+    def run_step(*args, **kwargs):
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise MoeTrainError("the data of this rank are damaged")
+
+    loop.run_step = run_step
+"""
+
+
+def run(tmp_path, *arguments, fault="", launcher=("-m", "moe_train", "run")):
+    site = tmp_path / "site"
+    site.mkdir(exist_ok=True)
+    (site / "sitecustomize.py").write_text(FAULTS)
+    environment = {**os.environ, "PLAYED_FAULT": fault, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(site)}
+    command = [sys.executable, *launcher, "tiny_moe", *SETTINGS, "--run-dir", str(tmp_path / "run"), *arguments]
+    return subprocess.run(
+        command, check=False, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+
+
+def processes_of(tmp_path):
+    """Command lines of living processes that belong to this test."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                line = file.read().decode(errors="replace")
+        except OSError:
+            continue
+        if str(tmp_path) in line:
+            found.append(line)
+    return found
+
+
+def assert_nothing_is_left(tmp_path):
+    deadline = time.monotonic() + 5
+    while processes_of(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes_of(tmp_path) == []
+
+
+def test_nproc_trains_and_only_the_first_rank_speaks(tmp_path):
+    ended = run(tmp_path, "--nproc", "2")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+    lines = ended.stdout.splitlines()
+    assert sum(line.startswith("run directory: ") for line in lines) == 1
+    assert sum(line.startswith("step ") for line in lines) == 2
+    folder = tmp_path / "run"
+    assert "moe_comm.auto: dispatcher: alltoall" in (folder / "logs" / "rank-00001.txt").read_text()
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 4
+    assert (folder / "report.html").exists()
+    assert_nothing_is_left(tmp_path)
+
+
+def test_torchrun_works_too(tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "moe_train", "run")
+    ended = run(tmp_path, launcher=launcher)
+    assert ended.returncode == 0, ended.stderr
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("kill", "it ended with SIGKILL"), ("raise", "MoeTrainError: the data of this rank are damaged")],
+)
+def test_a_rank_that_fails_ends_all_and_is_named(fault, words, tmp_path):
+    ended = run(tmp_path, "--nproc", "2", fault=fault)
+    assert ended.returncode == 2
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("moe-train: rank 1 of 2 (dp=1 ep=1) failed first, so all ranks were ended: ")
+    assert words in last
+    assert_nothing_is_left(tmp_path)
+
+
+def test_mistakes_are_reported_once_before_anything_starts(tmp_path):
+    ended = run(tmp_path, "--nproc", "3", "train.steps=none")
+    assert ended.returncode == 2
+    assert ended.stderr.count("train.steps") == 1
+    assert ended.stderr.count("parallel.ep") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--nproc", "0"], "--nproc 0: at least one rank has to run"),
+        (["--nproc", "4", "parallel.tp=2"], "parallel.tp = 2"),
+        (["--nproc", "4", "train.global_batch_sequences=3"], "so that some would never have a token"),
+        (["parallel.ep=2"], "does not divide the world of 1 ranks"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(arguments, words, capsys):
+    assert main(["run", "tiny_moe", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_nproc_inside_a_launcher_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["run", "tiny_moe", "--nproc", "2"]) == 2
+    assert "a launcher has started this process already" in capsys.readouterr().err
+
+
+def test_a_run_continues_on_another_layout_and_says_what_it_regrouped(tmp_path):
+    assert run(tmp_path, "--nproc", "2", "checkpoint.interval_steps=2").returncode == 0
+    (tmp_path / "run" / "checkpoints" / "step-00000003").rename(tmp_path / "last")
+    changes = ["checkpoint.interval_steps=2", "parallel.ep=1", "memory.data_parallel=fsdp"]
+    ended = run(tmp_path, "--resume", *changes)
+    assert ended.returncode == 0, ended.stderr
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "continued with another setting: parallel.ep: 2 -> 1" in log
+    assert "step-00000002 was written on another layout and is regrouped: world 2 -> 1, dp 2 -> 1, ep 2 -> 1" in log
+    assert (tmp_path / "run" / "checkpoints" / "step-00000003" / "index.json").exists()
+    refused = run(tmp_path, "--resume", *changes, "optim.lr=0.5")
+    assert refused.returncode == 2
+    assert "optim.lr" in refused.stderr
+    assert "parallel.ep" not in refused.stderr.split("To continue it")[0]
