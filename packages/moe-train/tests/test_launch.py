@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -35,14 +36,19 @@ if os.environ.get("RANK") == "1" and (fault := os.environ.get("PLAYED_FAULT")):
 
 
 def run(tmp_path, *arguments, fault="", launcher=("-m", "moe_train", "run")):
+    command, environment = prepare(tmp_path, *arguments, fault=fault, launcher=launcher)
+    return subprocess.run(
+        command, check=False, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+
+
+def prepare(tmp_path, *arguments, fault="", launcher=("-m", "moe_train", "run")):
     site = tmp_path / "site"
     site.mkdir(exist_ok=True)
     (site / "sitecustomize.py").write_text(FAULTS)
     environment = {**os.environ, "PLAYED_FAULT": fault, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(site)}
     command = [sys.executable, *launcher, "tiny_moe", *SETTINGS, "--run-dir", str(tmp_path / "run"), *arguments]
-    return subprocess.run(
-        command, check=False, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    return command, environment
 
 
 def processes_of(tmp_path):
@@ -98,6 +104,24 @@ def test_a_rank_that_fails_ends_all_and_is_named(fault, words, tmp_path):
     last = ended.stderr.splitlines()[-1]
     assert last.startswith("moe-train: rank 1 of 2 (dp=1 ep=1) failed first, so all ranks were ended: ")
     assert words in last
+    assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sent", "code", "words"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 2, "ended by SIGTERM")]
+)
+def test_a_signal_to_the_launcher_ends_all_ranks(sent, code, words, tmp_path):
+    command, environment = prepare(tmp_path, "--nproc", "2", "train.steps=100000")
+    with subprocess.Popen(
+        command, env=environment, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as child:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        child.send_signal(getattr(signal, sent))
+        _, errors = child.communicate(timeout=60)
+    assert child.returncode == code
+    assert words in errors.decode().splitlines()[-1]
     assert_nothing_is_left(tmp_path)
 
 

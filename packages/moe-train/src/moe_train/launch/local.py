@@ -23,9 +23,10 @@ def launch(arguments: list[str], layout: ParallelLayout) -> None:
     says otherwise the cores are shared out among the ranks.
 
     Raises:
-        LaunchError: a rank failed.
+        LaunchError: a rank failed, or this process was told to end.
+        KeyboardInterrupt: it was interrupted.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -50,6 +51,10 @@ def launch(arguments: list[str], layout: ParallelLayout) -> None:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise LaunchError(_describe(layout.words_for(rank), failure)) from error
+    except SignalException as error:
+        if error.sigval is signal.SIGINT:
+            raise KeyboardInterrupt from error
+        raise LaunchError(f"ended by {error.sigval.name}, and all ranks with it") from error
 
 
 def _describe(rank: str, failure: Any) -> str:
