@@ -204,18 +204,27 @@ def git(*arguments: str) -> str:
 
 
 def released_source(pkg: str, commit: str) -> Path:
-    """The package's folder as it was at a commit."""
-    folder = ROOT / ".nox" / f"released-{pkg}-{git('rev-parse', commit).strip()[:12]}"
+    """The package's folder as it was at a commit, among its siblings of then: tests may read theirs."""
+    folder = ROOT / ".nox" / f"released-{git('rev-list', '-1', commit).strip()[:12]}"
     if not folder.exists():
-        folder.mkdir()
+        folder.mkdir(parents=True)
         archive = subprocess.run(
-            ["git", "archive", commit, f"packages/{pkg}", "pyproject.toml", "LICENSE"],
+            ["git", "archive", commit, "packages", "pyproject.toml", "LICENSE"],
             cwd=ROOT,
             check=True,
             capture_output=True,
         ).stdout
         subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
     return folder / "packages" / pkg
+
+
+# Old tests that are right about the old release only.
+EXPECTED_TO_FAIL = {
+    "moe-comm 0.1.0": [  # they list every dispatcher that ships
+        "tests/test_registry.py::test_a_third_party_dispatcher_is_found_and_chosen",
+        "tests/test_registry.py::test_an_unknown_dispatcher_lists_what_is_installed",
+    ],
+}
 
 
 @nox.session
@@ -251,8 +260,9 @@ def released(session: nox.Session, pkg: str) -> None:
             env=QUIET,
         )
         session.log(f"the tests of {dependent} {version} over {name} {head}")
+        expected = [f"--deselect={test}" for test in EXPECTED_TO_FAIL.get(f"{dependent} {version}", [])]
         with session.chdir(source):
-            session.run("python", "-m", "pytest", "-p", "no:cacheprovider", "-q", "tests", env=QUIET)
+            session.run("python", "-m", "pytest", "-p", "no:cacheprovider", "-q", "tests", *expected, env=QUIET)
 
 
 @nox.session

@@ -204,8 +204,8 @@ def test_an_unknown_dispatcher_names_the_installed_ones(install):
     install("acme-comm", "[moe_comm.dispatchers]\nacme = acme_comm:PLUGIN\n", "")
     fault = only_fault("comm.kind=acne")
     assert fault.problem.key == "comm.kind"
-    listed = "installed here: acme, alltoall, auto, local; did you mean 'acme'?"
-    assert f"unknown dispatcher 'acne'; {listed}" in fault.problem.rule
+    assert "unknown dispatcher 'acne'; installed here: acme, " in fault.problem.rule
+    assert "local; did you mean 'acme'?" in fault.problem.rule
 
 
 ACME = """
