@@ -221,48 +221,70 @@ def released_source(pkg: str, commit: str) -> Path:
 # Old tests that are right about the old release only.
 EXPECTED_TO_FAIL = {
     "moe-comm 0.1.0": [  # they list every dispatcher that ships
-        "tests/test_registry.py::test_a_third_party_dispatcher_is_found_and_chosen",
-        "tests/test_registry.py::test_an_unknown_dispatcher_lists_what_is_installed",
+        "packages/moe-comm/tests/test_registry.py::test_a_third_party_dispatcher_is_found_and_chosen",
+        "packages/moe-comm/tests/test_registry.py::test_an_unknown_dispatcher_lists_what_is_installed",
     ],
 }
+
+
+def head_version(pkg: str) -> str:
+    file = ROOT / "packages" / pkg / "src" / module_name(pkg) / "_version.py"
+    (version,) = re.findall(r'__version__ = "(.+)"', file.read_text())
+    return str(version)
+
+
+def sibling_ranges(source: Path) -> dict[str, SpecifierSet]:
+    """By package, which versions of its siblings the package in a folder is for."""
+    lines = tomllib.loads((source / "pyproject.toml").read_text())["project"]["dependencies"]
+    found = {requirement.name: requirement.specifier for requirement in map(Requirement, lines)}
+    return {pkg: found[name] for pkg in SIBLINGS if (name := f"moe-stack-{pkg.removeprefix('moe-')}") in found}
 
 
 @nox.session
 @each_package
 def released(session: nox.Session, pkg: str) -> None:
-    """The package from the checkout beneath the last final release of those that build on it, with their old tests.
+    """The package from the checkout beneath the last releases of those that build on it, with their old tests.
 
-    A release that says by its version range that it does not work with the new version is not run: that is what an
-    interface change is.
+    Siblings are those of the release, unless the package needs newer ones. A release that says by its version ranges
+    that it does not work with these is not run: that is what an interface change is.
     """
     use_bases(session, tools_base())
-    file = ROOT / "packages" / pkg / "src" / module_name(pkg) / "_version.py"
-    (head,) = re.findall(r'__version__ = "(.+)"', file.read_text())
     for dependent in [pkg, *(name for name, siblings in SIBLINGS.items() if pkg in siblings)]:
-        found = released_commit(dependent)
-        if found is None:
+        release = released_commit(dependent)
+        if release is None:
             session.log(f"{dependent} has no final release")
             continue
-        version, commit = found
+        version, commit = release
         source = released_source(dependent, commit)
-        dependencies = tomllib.loads((source / "pyproject.toml").read_text())["project"]["dependencies"]
-        ranges = {r.name: r.specifier for r in map(Requirement, dependencies)}
-        name = f"moe-stack-{pkg.removeprefix('moe-')}"
-        admitted = ranges.get(name, SpecifierSet(f"~={'.'.join(version.split('.')[:2])}.0"))
-        if not admitted.contains(head, prereleases=True):
-            session.log(f"{dependent} {version} is for {name}{admitted}, the checkout is {head}: not run")
+        chosen = {name: released_source(name, commit) for name in [*SIBLINGS[dependent], dependent]}
+        mine, wanted = {pkg}, sibling_ranges(ROOT / "packages" / pkg)
+        for name, admitted in wanted.items():
+            old = released_commit(name)
+            if old is None or not admitted.contains(old[0], prereleases=True):
+                mine.add(name)
+        ranges = {} if dependent in mine else sibling_ranges(source)
+        # A package keeps its own tests within a minor version.
+        ranges[dependent] = ranges.get(dependent, SpecifierSet(f"~={version}"))
+        refused = [
+            f"{name}{ranges[name]}, not for {head_version(name)}"
+            for name in mine
+            if name in ranges and not ranges[name].contains(head_version(name), prereleases=True)
+        ]
+        if refused:
+            session.log(f"not run: {dependent} {version} is for {' and '.join(refused)}")
             continue
-        others = [released_source(other, commit) for other in SIBLINGS[dependent] if other != pkg]
-        mine = [] if dependent == pkg else [source]
+        install = [str(wheel(name) if name in mine else folder) for name, folder in chosen.items()]
         session.run(
             *["python", "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", "--no-build-isolation"],
-            *map(str, [*others, *mine, wheel(pkg)]),
+            *install,
             env=QUIET,
         )
-        session.log(f"the tests of {dependent} {version} over {name} {head}")
+        session.log(
+            f"{dependent} {version}: its tests over {', '.join(f'{name} {head_version(name)}' for name in mine)}"
+        )
         expected = [f"--deselect={test}" for test in EXPECTED_TO_FAIL.get(f"{dependent} {version}", [])]
-        with session.chdir(source):
-            session.run("python", "-m", "pytest", "-p", "no:cacheprovider", "-q", "tests", *expected, env=QUIET)
+        with session.chdir(source.parents[1]):
+            run_pytest(session, dependent, "-q", *expected)
 
 
 @nox.session
