@@ -19,7 +19,7 @@ def info(batch, slots, document_BS=None, context=None, valid=None):
     )
 
 
-def reference(q, k, v, document, scale):
+def reference(q, k, v, document, scale, window=99):
     """Written out: for every row, head and query slot a softmax over the visible slots."""
     batch, slots, heads, _ = q.shape
     share = heads // k.shape[2]
@@ -27,6 +27,7 @@ def reference(q, k, v, document, scale):
     for b in range(batch):
         for s in range(slots):
             visible = [t for t in range(s + 1) if document is None or document[b, t] == document[b, s]]
+            visible = [t for t in visible if s - t < window]
             for h in range(heads):
                 scores = torch.stack([q[b, s, h] @ k[b, t, h // share] for t in visible]) * scale
                 weights = torch.exp(scores - scores.max())
@@ -49,7 +50,7 @@ DOCUMENTS = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]])
 @pytest.mark.parametrize("scale", [None, 0.7])
 def test_equals_softmax_written_out_with_gradients(kv_heads, document, scale):
     q, k, v = tensors(kv_heads, kv_heads=kv_heads)
-    out = LocalAttention(scale)(q, k, v, info(2, 5, document))
+    out = LocalAttention()(q, k, v, info(2, 5, document), scale=scale)
     expected = reference(q, k, v, document, scale or 1 / math.sqrt(3))
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     weight = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
@@ -57,6 +58,28 @@ def test_equals_softmax_written_out_with_gradients(kv_heads, document, scale):
     want = torch.autograd.grad((expected * weight).sum(), (q, k, v))
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("document", [None, DOCUMENTS])
+@pytest.mark.parametrize("window", [1, 2, 4, 5, 8])
+def test_a_window_and_values_of_another_width(document, window):
+    q, k, _ = tensors(window, dim=4)
+    for width in (2, 4, 7):
+        values = torch.randn(2, 5, 2, width, dtype=torch.float64, generator=torch.Generator().manual_seed(width))
+        values.requires_grad_()
+        out = LocalAttention()(q, k, values, info(2, 5, document), window=window)
+        expected = reference(q, k, values, document, 0.5, window)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+        weight = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+        got = torch.autograd.grad((out * weight).sum(), (q, k, values))
+        want = torch.autograd.grad((expected * weight).sum(), (q, k, values))
+        for g, w in zip(got, want, strict=True):
+            torch.testing.assert_close(g, w, rtol=0, atol=1e-12)
+
+
+def test_a_window_without_the_token_itself_is_refused():
+    with pytest.raises(MoeParallelError, match="window of 0 hides a token from itself"):
+        LocalAttention()(*tensors(1), info(2, 5), window=0)
 
 
 def test_nothing_leaks_from_another_document():

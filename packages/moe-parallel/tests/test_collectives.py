@@ -216,6 +216,21 @@ def test_what_torch_refuses_to_start_is_no_failure_of_the_group():
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("name", STARTS)
+def test_what_failed_stays_failed(name):
+    def on_rank(rank, group):
+        if rank == 1:
+            time.sleep(1.6)
+            return
+        pending = STARTS[name](group)
+        for _ in range(2):
+            with pytest.raises(CollectiveError, match=f"rank 0: {name} in group ep = .* of ranks 0, 1 failed after"):
+                pending.wait()
+
+    on_gloo(on_rank, 2, timeout_s=1)
+
+
+@pytest.mark.dist
 def test_names_of_groups_in_messages():
     def on_rank(mesh):
         return describe_group(mesh.group("dp")), describe_group(mesh.group("world"))

@@ -1,5 +1,6 @@
 """FoldedMesh: real groups on gloo have the members that the layout says, and none more than needed."""
 
+import os
 import random
 import time
 
@@ -7,7 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_parallel import FoldedMesh, Groups, MoeParallelError, ParallelLayout, all_reduce, run_distributed
+from moe_parallel import (
+    CollectiveError,
+    FoldedMesh,
+    Groups,
+    MoeParallelError,
+    ParallelLayout,
+    all_reduce,
+    run_distributed,
+)
 from moe_parallel._torch_compat import fake_world
 from moe_parallel.layout import DENSE_AXES, EXPERT_AXES
 from moe_parallel.mesh import ACTIVATION_AXES, GRADIENT_AXES
@@ -154,6 +163,30 @@ def test_what_a_mesh_refuses():
         with pytest.raises(MoeParallelError, match=r"parallel\.ep = 3"):
             FoldedMesh(ParallelLayout(world=2, ep=3), timeout_s=1)
     assert not dist.is_initialized()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("absent", ["dead", "late"])
+def test_a_member_that_does_not_come_when_groups_are_made_is_named(absent):
+    layout = ParallelLayout(world=2, ep=2)
+
+    def on_rank(mesh):
+        dist.barrier()
+        if mesh.rank("ep") == 1:
+            if absent == "dead":
+                os._exit(1)
+            time.sleep(3)
+            return None
+        with pytest.raises(CollectiveError, match=r"rank 0: making group ep = .* of ranks 0, 1 failed after") as e:
+            FoldedMesh(layout, timeout_s=1)
+        assert e.value.ranks == (0, 1)
+        return "named"
+
+    if absent == "late":
+        assert run_distributed(layout, on_rank) == ["named", None]
+    else:
+        with pytest.raises(MoeParallelError, match=r"^rank 1 died with exit code 1$"):
+            run_distributed(layout, on_rank)
 
 
 @pytest.mark.dist

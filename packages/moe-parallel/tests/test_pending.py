@@ -1,5 +1,7 @@
 """Pending: waits once, finishes once, says whether it would wait."""
 
+import pytest
+
 from moe_parallel import Pending
 
 
@@ -46,3 +48,16 @@ def test_done_needs_every_part():
     parts[1].completed = True
     assert pending.done()
     assert log == [], "asking does not wait"
+
+
+def test_what_failed_is_not_handed_out_by_waiting_again():
+    class Failing(RecordingWork):
+        def wait(self):
+            raise RuntimeError("lost")
+
+    finished = []
+    pending = Pending(0, [Failing([], "a")], finished.append)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="lost"):
+            pending.wait()
+    assert finished == []

@@ -20,7 +20,6 @@ from moe_parallel import (
     gather_json,
     joined,
     run_distributed,
-    world,
 )
 from moe_parallel.testing import run_threads
 
@@ -134,9 +133,7 @@ def test_processes_join_through_the_environment(port):
 
 
 @pytest.mark.dist
-def test_the_timeout_of_joining_is_that_of_collectives(port, monkeypatch):
-    monkeypatch.setattr(world, "_REPORT_WAIT_S", 0.4)
-
+def test_the_timeout_of_joining_is_that_of_collectives(port):
     def on_rank(rank):
         if rank == 1:
             time.sleep(2)  # alive, so that only the timeout can end the wait
@@ -218,15 +215,11 @@ def test_of_several_failures_all_are_told():
 
 
 @pytest.mark.dist
-def test_a_rank_that_dies_before_it_agrees_does_not_leave_the_others_waiting(monkeypatch):
-    monkeypatch.setattr(world, "_REPORT_WAIT_S", 0.4)
-
+def test_a_rank_that_dies_before_it_agrees_does_not_leave_the_others_waiting():
     def on_rank(mesh):
         if mesh.rank("world") == 1:
             os._exit(3)
         agree(None)
 
-    with pytest.raises(
-        MoeParallelError, match=r"rank 1 died with exit code 3; rank 0: rank 0: all_gather in group world"
-    ):
+    with pytest.raises(MoeParallelError, match=r"rank 1 died with exit code 3; rank 0: all_gather in group world"):
         run_distributed(ParallelLayout(world=2), on_rank, timeout_s=20)

@@ -34,10 +34,22 @@ class CollectiveError(MoeParallelError):
 
 def describe_group(group: ProcessGroup) -> str:
     """Name and members, for messages: `group ep of ranks 0, 1, 2, 3`."""
-    ranks = dist.get_process_group_ranks(group)
     name = "world" if group is dist.group.WORLD else group.group_desc or group.group_name
+    return describe_members(name, dist.get_process_group_ranks(group))
+
+
+def describe_members(name: str, ranks: Sequence[int]) -> str:
+    """As `describe_group`, of a group that may not exist yet."""
     more = f" and {len(ranks) - _MOST_NAMES} more" if len(ranks) > _MOST_NAMES else ""
     return f"group {name} of ranks {', '.join(map(str, ranks[:_MOST_NAMES]))}{more}"
+
+
+def lost_peers(doing: str, ranks: Sequence[int], seconds: float, error: Exception) -> CollectiveError:
+    """The failure of what needed all of `ranks`, after `seconds`."""
+    reason = _one_line(error).partition(" This is typically caused by")[0].rstrip(".")  # without gloo's advice
+    failure = CollectiveError(f"rank {dist.get_rank()}: {doing} failed after {seconds:.1f} s: {reason}")
+    failure.ranks = tuple(ranks)
+    return failure
 
 
 def all_reduce(x: Tensor, group: ProcessGroup, op: Literal["sum", "max", "min"] = "sum") -> Pending[Tensor]:
@@ -148,11 +160,7 @@ def _add_up(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _failure(name: str, group: ProcessGroup, seconds: float, error: RuntimeError) -> CollectiveError:
-    failure = CollectiveError(
-        f"rank {dist.get_rank()}: {name} in {describe_group(group)} failed after {seconds:.1f} s: {_one_line(error)}"
-    )
-    failure.ranks = tuple(dist.get_process_group_ranks(group))
-    return failure
+    return lost_peers(f"{name} in {describe_group(group)}", dist.get_process_group_ranks(group), seconds, error)
 
 
 def _one_line(error: Exception) -> str:

@@ -31,7 +31,7 @@ from moe_parallel.world import RankError, explain
 
 T = TypeVar("T")
 
-# After one rank has failed the others may still say why they failed, which takes them up to two seconds (`explain`).
+# After one rank has failed the others may still say why they failed, which takes each up to half a second (`explain`).
 _GRACE_S = 3.0
 
 
@@ -150,7 +150,11 @@ def _end(processes: Sequence[BaseProcess]) -> None:
 
 
 def _results(world: int, answers: dict[int, tuple[str, Any]], limit_s: float) -> list[Any]:
-    died = [f"rank {rank} died {_how(code)}" for rank, (kind, code) in sorted(answers.items()) if kind == "died"]
+    died = [
+        f"rank {rank} died with exit code {_in_words(code)}"
+        for rank, (kind, code) in sorted(answers.items())
+        if kind == "died"
+    ]
     errors = sorted(
         (
             (when, rank, error)
@@ -163,7 +167,7 @@ def _results(world: int, answers: dict[int, tuple[str, Any]], limit_s: float) ->
     )
     if died:
         # A death explains the errors of the others, which only lost their peer.
-        raise MoeParallelError("; ".join(died + [f"rank {rank}: {_text(error)}" for _, rank, error in errors]))
+        raise MoeParallelError("; ".join(died + [_text(rank, error) for _, rank, error in errors]))
     if errors:
         raise errors[0][2]
     silent = [str(rank) for rank in range(world) if rank not in answers]
@@ -172,9 +176,11 @@ def _results(world: int, answers: dict[int, tuple[str, Any]], limit_s: float) ->
     return [answers[rank][1] for rank in range(world)]
 
 
-def _how(exit_code: int) -> str:
-    return f"of {signal.Signals(-exit_code).name}" if exit_code < 0 else f"with exit code {exit_code}"
+def _in_words(exit_code: int) -> str:
+    return f"{exit_code} ({signal.Signals(-exit_code).name})" if exit_code < 0 else str(exit_code)
 
 
-def _text(error: BaseException) -> str:
-    return "; ".join([str(error), *getattr(error, "__notes__", [])[:1]])
+def _text(rank: int, error: Exception) -> str:
+    if isinstance(error, CollectiveError):
+        return "; ".join([str(error), *error.__notes__[:1]])  # names its rank; the first note is what others say
+    return f"rank {rank}: {type(error).__name__}: {error}"

@@ -1,11 +1,13 @@
 """`FoldedMesh`: the process groups of both views of one world (Parallel Folding, arXiv 2504.14960)."""
 
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from moe_parallel.collectives import describe_members, lost_peers
 from moe_parallel.errors import MoeParallelError
 from moe_parallel.layout import ParallelLayout
 
@@ -30,6 +32,7 @@ class FoldedMesh:
 
     Raises:
         MoeParallelError: the layout is illegal or of another world, or torch.distributed is not initialised.
+        CollectiveError: a member of a group died or did not come in time.
     """
 
     def __init__(self, layout: ParallelLayout, *, timeout_s: float) -> None:
@@ -86,12 +89,19 @@ class FoldedMesh:
             if len(ranks) == 1:
                 continue
             if ranks not in made:
-                names = [" * ".join(other) for other in row if self._members(other) == ranks]
-                made[ranks] = dist.new_group(
-                    list(ranks),
-                    timeout=timedelta(seconds=self.timeout_s),
-                    use_local_synchronization=True,
-                    group_desc=" = ".join(names),
-                )
+                name = " = ".join(" * ".join(other) for other in row if self._members(other) == ranks)
+                made[ranks] = self._new_group(name, ranks)
             groups[frozenset(axes)] = made[ranks]
         return groups
+
+    def _new_group(self, name: str, ranks: tuple[int, ...]) -> ProcessGroup:
+        began = time.monotonic()
+        timeout = timedelta(seconds=self.timeout_s)
+        try:
+            group: ProcessGroup = dist.new_group(
+                list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name
+            )
+            return group
+        except RuntimeError as error:
+            doing = f"making {describe_members(name, ranks)}"
+            raise lost_peers(doing, ranks, time.monotonic() - began, error) from error

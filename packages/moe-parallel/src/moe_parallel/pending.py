@@ -19,7 +19,8 @@ class Pending(Generic[T]):
 
     On gloo `wait()` blocks the host until the bytes have arrived. On CUDA it makes the current stream wait for the
     communication and returns at once, so the host is not synchronised. Waiting twice returns the same value and
-    waits once. `finish` runs once, after the communication, to turn the received buffers into the value.
+    waits once; after a failure it fails again. `finish` runs once, after the communication, to turn the received
+    buffers into the value.
     """
 
     def __init__(self, value: T, works: Sequence[Work] = (), finish: Callable[[T], T] | None = None) -> None:
@@ -38,9 +39,9 @@ class Pending(Generic[T]):
 
     def wait(self) -> T:
         """Wait for the communication and return the value."""
-        works, self._works = self._works, ()
-        for work in works:
+        for work in self._works:
             work.wait()
+        self._works = ()
         if self._finish is not None:
             finish, self._finish = self._finish, None
             self._value = finish(self._value)

@@ -20,8 +20,12 @@ from torch.distributed.rendezvous import rendezvous
 from moe_parallel.collectives import CollectiveError, all_gather
 from moe_parallel.errors import MoeParallelError
 
-# How long a failing rank waits for what the others have to say about it.
-_REPORT_WAIT_S = 2.0
+# How long a failing rank waits for what the others have to say about it. It holds its connections meanwhile, so that
+# those who wait for it learn that something is wrong so much later.
+_REPORT_WAIT_S = 0.5
+
+# A message names so many ranks.
+_MOST_NAMES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +104,7 @@ def explain(error: BaseException, store: Any, *, rank: int, world: int) -> None:
     """Tell the other ranks what ended this one, and add what they said to the error as a note.
 
     Of a collective that failed the note has what failed elsewhere, or else names the members of the group that have not
-    reported any failure: they died without a word, or are busy with something else.
+    reported any failure: they died without a word, still wait for a peer, or are busy with something else.
     """
     report = json.dumps({"lost": isinstance(error, CollectiveError), "text": f"{type(error).__name__}: {error}"[:2000]})
     try:
@@ -120,17 +124,14 @@ def _what_others_say(reports: Mapping[int, Mapping[str, Any]], peers: list[int])
     if causes:
         return "; ".join(causes)
     if silent:
-        names = ", ".join(map(str, silent[:16])) + (f" and {len(silent) - 16} more" if len(silent) > 16 else "")
-        return f"no report from rank{'s' if len(silent) > 1 else ''} {names}: dead, or busy with something else"
+        names = ("ranks " if len(silent) > 1 else "rank ") + ", ".join(map(str, silent[:_MOST_NAMES]))
+        more = f" and {len(silent) - _MOST_NAMES} more" if len(silent) > _MOST_NAMES else ""
+        return f"no report from {names}{more}: dead, still waiting, or busy with something else"
     return "every other rank of the group lost its peers as well"
 
 
 def _reports(store: Any, ranks: list[int]) -> dict[int, dict[str, Any]]:
-    """What ranks have reported: as soon as all have, or one knows the cause, or the wait is over.
-
-    Ranks that lost a peer in the same collective report within milliseconds of each other, since each notices when
-    the first closes its connections.
-    """
+    """What ranks have reported: as soon as all have, or one knows the cause, or the wait is over."""
     reports: dict[int, dict[str, Any]] = {}
     deadline = time.monotonic() + _REPORT_WAIT_S
     while True:
