@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from moe_memory import Fsdp, MemoryConfig, OptimConfig, Zero1, activation_policy, build_engine, run_unit
-from moe_memory.data_parallel.fsdp import find_units
+from moe_memory.data_parallel.units import find_units
 from moe_memory.testing import DataParallelConformance, RanksConformance
 from moe_memory.testing.reference import CONFIG, KEEP_INTERNAL, SmallMoE, step_tokens
 from moe_memory.testing.session import Session
@@ -66,13 +66,23 @@ def test_parameters_beside_units_or_experts_beside_dense_ones_stay_out():
     model = nn.Module()
     model.own = nn.Parameter(torch.ones(2, 2))
     model.inner = nn.Linear(2, 2)
-    layer = nn.Module()
+    layer = nn.Identity()
     layer.expert, layer.dense = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
     model.layers = nn.ModuleList([layer])
     assert units_of(model, ["layers.0.expert"]) == [
         (("inner.weight",), "dense", True),
         (("layers.0.dense",), "dense", False),
     ]
+
+
+def test_containers_that_are_never_called_are_no_units():
+    model = SmallMoE(torch.float32, 1)
+    model.extra = nn.ParameterList([nn.Parameter(torch.ones(3, 3))])
+    layer = model.layers[0]
+    layer.experts = nn.ParameterDict({"w1_EDF": layer.experts.w1_EDF})
+    names = {name for names, *_ in units_of(model, ["layers.0.experts"]) for name in names}
+    assert not names & {"extra.0", "layers.0.experts.w1_EDF"}
+    assert "layers.0.norm_D" in names
 
 
 def test_layers_of_experts_alone_are_units():

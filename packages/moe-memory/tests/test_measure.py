@@ -1,6 +1,7 @@
 """What autograd keeps, by hand; and peak memory by phase."""
 
 import gc
+import mmap
 import resource
 import weakref
 from pathlib import Path
@@ -122,10 +123,14 @@ def resident_bytes():
 
 
 def risen_bytes(memory, name, size):
-    """How far a phase that allocates `size` bytes peaked above what was resident when it began."""
+    """How far a phase that takes `size` bytes peaked above what was resident when it began.
+
+    From the system, not from malloc, which may have kept what an earlier test has freed.
+    """
     before = resident_bytes()
-    with memory.phase(name):
-        torch.ones(size, dtype=torch.uint8)
+    with memory.phase(name), mmap.mmap(-1, size + 1) as pages:
+        for start in range(0, size, resource.getpagesize()):
+            pages[start] = 1
     return memory.peaks_bytes[name] - before
 
 

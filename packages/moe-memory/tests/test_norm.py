@@ -5,8 +5,13 @@ from math import fsum, inf, nan, sqrt
 import pytest
 import torch
 
-from moe_memory import MoeMemoryError, clip_factor, global_norm
+from moe_memory import MoeMemoryError, clip_factor
 from moe_memory.data_parallel.norm import power_sum
+from moe_parallel import AxisGroups, reduce_norm_parts
+
+
+def global_norm(parts, order):
+    return reduce_norm_parts(parts, order, AxisGroups())
 
 
 def parts_of(dense, experts, order):

@@ -79,7 +79,35 @@ def test_parts_begin_and_sections_end_at_whole_vectors():
 
 @pytest.mark.parametrize(
     ("limit", "expected"),
-    [(100, [["a", "b", "c", "d"]]), (7, [["a", "b"], ["c"], ["d"]]), (1, [["a"], ["b"], ["c"], ["d"]])],
+    [
+        (1000, [["a", "b", "c", "d", "e", "f"]]),
+        (100, [["a", "b", "d", "e", "f"], ["c"]]),
+        (18, [["a", "b", "d", "e"], ["c"], ["f"]]),
+        (8, [["a"], ["b"], ["c"], ["d"], ["e"], ["f"]]),
+    ],
 )
-def test_buckets_are_cut_before_they_exceed_the_limit(limit, expected):
-    assert cut(["a", "b", "c", "d"], {"a": 3, "b": 4, "c": 50, "d": 5}, limit) == expected
+def test_small_parameters_share_buckets_and_large_ones_are_alone(limit, expected):
+    sizes = {"a": 3, "b": 4, "c": 50, "d": 4, "e": 4, "f": 4}
+    assert cut(list(sizes), sizes, limit) == expected
+
+
+@pytest.mark.parametrize(
+    ("shapes", "ranks", "same", "padded"),
+    [
+        ([(64, 2)], 4, True, False),
+        ([(1, 64, 2)], 4, True, False),
+        ([(2, 64)], 4, False, False),  # cut inside rows
+        ([(64, 2), (64, 2)], 4, False, False),
+        ([(9, 32)], 4, False, True),
+        ([(8, 2)], 4, False, True),  # a part fills no vector
+        ([(9, 5), ()], 1, True, True),
+    ],
+)
+def test_one_parameter_in_equal_slices_needs_no_copy(shapes, ranks, same, padded):
+    layout = BucketLayout({str(number): shape for number, shape in enumerate(shapes)}, ranks)
+    assert (layout.same, layout.padded) == (same, padded)
+    if same:
+        flat = torch.randn(layout.whole_elements)
+        for whole, section in layout.pairs(flat, flat.view(ranks, -1)):
+            assert whole.data_ptr() == section.data_ptr()
+            assert torch.equal(whole, section)

@@ -1,5 +1,6 @@
 """`Zero1` over forked ranks, against the kit."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -54,9 +55,34 @@ def test_a_reduction_starts_with_the_last_gradient_of_its_bucket_and_weights_ret
         assert stale
 
 
-def test_every_bucket_is_cut_from_parameters_that_behave_alike_and_are_neighbours():
+def test_a_large_parameter_is_reduced_and_gathered_in_place():
+    """Cut into equal slices it needs no copies, and nobody must see half of it."""
+
     def work(groups):
-        engine = Zero1(CONFIG, groups, compute_dtype=torch.bfloat16, keep_internal=KEEP_INTERNAL, bucket_bytes=700)
+        torch.manual_seed(1)
+        model = nn.Linear(32, 8, dtype=torch.float64)
+        engine = Zero1(CONFIG, groups, compute_dtype=torch.float64, bucket_bytes=1024)
+        specs = shard_specs(model, [], groups)
+        model = engine.wrap(model, specs)
+        generator = torch.Generator().manual_seed(2)
+        for _ in range(3):
+            x = torch.randn(6, 32, generator=generator, dtype=torch.float64)
+            model(x[groups.rank("dp") :: groups.size("dp")]).square().sum().backward()
+            engine.grads_ready(list(specs), last=True)
+            engine.finish()
+            engine.step(0.02, 0.5)
+        engine.synchronize()
+        return model.weight.detach().numpy().copy(), [bucket._layout.same for bucket in engine._buckets]
+
+    weight, _ = work(AxisGroups())
+    for found, same in run_distributed(ParallelLayout(world=2), work):
+        assert same == [True, False]
+        np.testing.assert_allclose(found, weight, rtol=0, atol=1e-12 * abs(weight).max())
+
+
+def test_parameters_that_behave_alike_share_buckets_in_the_order_of_the_model():
+    def work(groups):
+        engine = Zero1(CONFIG, groups, compute_dtype=torch.bfloat16, keep_internal=KEEP_INTERNAL, bucket_bytes=1000)
         session = Session(engine, groups, torch.bfloat16, seed=1)
         return [(bucket.key.kind.value, bucket.key.decayed, bucket.names) for bucket in engine._buckets], session.names
 
@@ -64,7 +90,7 @@ def test_every_bucket_is_cut_from_parameters_that_behave_alike_and_are_neighbour
     assert sorted(name for *_, members in buckets for name in members) == sorted(names)
     firsts = [names.index(members[0]) for *_, members in buckets]
     assert firsts == sorted(firsts)
-    # w1_EDF has 4 * 5 * 7 float32 gradients, 560 bytes: one a bucket.
+    # w1_EDF has 4 * 5 * 7 float32 gradients, 560 bytes: alone.
     assert ("expert", True, ("layers.0.experts.w1_EDF",)) in buckets
     assert ("dense", True, ("embedding.weight_VD", "head.weight_FD", "head.empty")) in buckets
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from moe_memory.data_parallel import ShardedEngine as ShardedEngine, Zero1 as Zero1, build_engine as build_engine
     from moe_memory.data_parallel.engine import DataParallelEngine as DataParallelEngine, StateTensor as StateTensor
     from moe_memory.data_parallel.fsdp import Fsdp as Fsdp
-    from moe_memory.data_parallel.norm import clip_factor as clip_factor, global_norm as global_norm
+    from moe_memory.data_parallel.norm import clip_factor as clip_factor
     from moe_memory.errors import MoeMemoryError as MoeMemoryError
     from moe_memory.initialise import (
         InitRule as InitRule,
@@ -45,7 +45,6 @@ _MODULE_OF = {
     "DataParallelEngine": "data_parallel.engine",
     "draw": "initialise",
     "Fsdp": "data_parallel.fsdp",
-    "global_norm": "data_parallel.norm",
     "InitRule": "initialise",
     "is_decayed": "optim.decay",
     "learning_rate": "optim.schedule",

@@ -32,7 +32,8 @@ class Bucket:
     """Gradients and compute weights of whole parameters; master weights and moments of this rank's section.
 
     Parameters become views of `compute`. At one rank nothing is copied: the section is the whole, and where a model
-    computes in the dtype of the masters these are the weights themselves.
+    computes in the dtype of the masters these are the weights themselves. Nor is it where a single large parameter is a
+    bucket, which is reduced and gathered in place.
 
     Args:
         parameters: what this rank holds, by global name; replicated over the group.
@@ -109,11 +110,14 @@ class Bucket:
         """Sum gradients over the group, each section on its rank; nothing may be added to them until the next step."""
         if self._group is None:
             return
-        # Zeros also where there is no part: the section is updated and normed as a whole.
-        sections_RS = self.grad.new_zeros(self.ranks, self._layout.section_elements)
-        for whole, section in self._layout.pairs(self.grad, sections_RS):
-            section.copy_(whole)
-        self._reduction = reduce_scatter(sections_RS.flatten(), self._group)
+        sections = self.grad
+        if not self._layout.same:
+            # Zeros where there is no part: a section is updated and normed as a whole.
+            make = self.grad.new_zeros if self._layout.padded else self.grad.new_empty
+            sections = make(self.ranks * self._layout.section_elements)
+            for whole, section in self._layout.pairs(self.grad, sections.view(self.ranks, -1)):
+                section.copy_(whole)
+        self._reduction = reduce_scatter(sections, self._group)
 
     def finish_reduction(self) -> None:
         if self._reduction is not None:
@@ -126,17 +130,19 @@ class Bucket:
             self._gather.wait()
         if self._group is not None:
             # A copy in any dtype: the masters may change, by a checkpoint, while it is sent.
-            self._gather = all_gather(self.master.to(self.key.compute_dtype, copy=True), self._group)
+            section_S = self.master.to(self.key.compute_dtype, copy=True)
+            self._gather = all_gather(section_S, self._group, self.compute if self._layout.same else None)
         elif self.compute is not self.master:
             self.compute.copy_(self.master)
 
     def wait_for_weights(self) -> None:
         if self._gather is None:
             return
-        sections_RS = self._gather.wait().view(self.ranks, -1)
+        sections = self._gather.wait()
         self._gather = None
-        for whole, section in self._layout.pairs(self.compute, sections_RS):
-            whole.copy_(section)
+        if not self._layout.same:
+            for whole, section in self._layout.pairs(self.compute, sections.view(self.ranks, -1)):
+                whole.copy_(section)
 
     def synchronize(self) -> None:
         self.wait_for_weights()

@@ -77,7 +77,8 @@ class DataParallelEngine(Protocol):
     def step(self, learning_rate: float, gradient_factor: Tensor | float) -> None:
         """Scale gradients by the factor (clipping), update master weights, refresh compute weights, clear gradients.
 
-        Weights may still be on their way when it returns. A module waits for its own when it is called.
+        Weights may still be on their way when it returns. A module waits for its own, and for those of containers such
+        as `nn.ParameterList` in it, when it is called.
         """
 
     def skip(self) -> None:

@@ -5,9 +5,7 @@ local shards are handed out. Imported only where the configuration chooses it: t
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +19,8 @@ from moe_memory.data_parallel.bucket import BucketKey
 from moe_memory.data_parallel.sections import owned, shard_box, shard_dim
 from moe_memory.data_parallel.sharded import ShardedEngine
 from moe_memory.data_parallel.store import Store
+from moe_memory.data_parallel.units import UnitPlan, find_units
 from moe_parallel import Box, ParameterKind, replica_axes
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 import_compiler()
 
@@ -38,8 +34,9 @@ class Fsdp(ShardedEngine):
     parameters (tied embeddings); those of a list must be read in their own forward only.
 
     The rest is kept as `Zero1` keeps it, in buckets: what `fully_shard` cannot shard (scalars, parameters without
-    elements or in another dtype than the rest, such as routers, those that several modules share, or that a module has
-    besides its units), what is not replicated, and vectors outside a list, which are not worth a collective.
+    elements or in another dtype than the rest, such as routers, those that several modules share, or that a module or a
+    container such as `nn.ParameterList` has besides the units), what is not replicated, and vectors outside a list,
+    which are not worth a collective.
 
     Gradients are reduced in every microbatch, as it is known only afterwards which one is the last.
     """
@@ -61,7 +58,10 @@ class Fsdp(ShardedEngine):
         managed = {name for unit in units for name in unit.names}
         left = {name: parameter for name, parameter in parameters.items() if name not in managed}
         buckets = self._build_buckets(left, keys) if left else []
-        meshes = {kind: self._mesh(kind, next(iter(parameters.values())).device) for kind in set(shardable.values())}
+        meshes = {
+            kind: self._mesh(kind, next(iter(parameters.values())).device)
+            for kind in dict.fromkeys(u.kind for u in units)
+        }
         left_ids = {id(parameter) for parameter in left.values()}
         stores: list[Store] = [
             _Unit(
@@ -77,81 +77,9 @@ class Fsdp(ShardedEngine):
         return [*stores, *buckets]
 
     def _mesh(self, kind: ParameterKind, device: torch.device) -> DeviceMesh:
-        group: ProcessGroup | None = self._groups.group(*replica_axes(kind))
-        assert group is not None
+        group = self._groups.group(*replica_axes(kind))
+        assert group is not None, "what is not replicated is no part of a unit"
         return DeviceMesh.from_group(group, device.type)
-
-
-@dataclass(frozen=True)
-class UnitPlan:
-    """What is gathered at once.
-
-    Attributes:
-        module: whose call gathers it.
-        kind: of all its parameters.
-        names: global names.
-        stays: whether it stays gathered from its forward to the end of the step.
-    """
-
-    module: nn.Module
-    kind: ParameterKind
-    names: tuple[str, ...]
-    stays: bool
-
-
-def find_units(model: nn.Module, shardable: Mapping[str, ParameterKind]) -> Iterator[UnitPlan]:
-    """Units of a model, inner ones before those that contain them; see `Fsdp`.
-
-    Args:
-        shardable: kind by global name of the parameters that may be part of a unit.
-    """
-    yield from _units_below(model, "", shardable)
-
-
-def _units_below(module: nn.Module, prefix: str, shardable: Mapping[str, ParameterKind]) -> Iterator[UnitPlan]:
-    found = False
-    for name, child in module.named_children():
-        inner = f"{prefix}{name}."
-        if isinstance(child, nn.ModuleList):
-            parts = [
-                unit
-                for index, element in child.named_children()
-                for unit in _split(element, f"{inner}{index}.", shardable, stays=False)
-            ]
-        else:
-            parts = list(_units_below(child, inner, shardable))
-        found = found or bool(parts)
-        yield from parts
-    if not found:
-        dims = {f"{prefix}{name}": parameter.ndim for name, parameter in module.named_parameters()}
-        large = {name: kind for name, kind in shardable.items() if dims.get(name, 0) > 1}
-        yield from _split(module, prefix, large, stays=True)
-
-
-def _split(
-    module: nn.Module, prefix: str, shardable: Mapping[str, ParameterKind], *, stays: bool
-) -> Iterator[UnitPlan]:
-    """A unit, after those of its sub-modules that have experts only."""
-    names = [f"{prefix}{name}" for name, _ in module.named_parameters()]
-    kinds = {name: shardable[name] for name in names if name in shardable}
-    if set(kinds.values()) == {ParameterKind.DENSE, ParameterKind.EXPERT}:
-        for name, child in module.named_children():
-            yield from _expert_parts(child, f"{prefix}{name}.", shardable, stays=stays)
-        kinds = {name: kind for name, kind in kinds.items() if kind is ParameterKind.DENSE}
-    if kinds:
-        yield UnitPlan(module, next(iter(kinds.values())), tuple(kinds), stays)
-
-
-def _expert_parts(
-    module: nn.Module, prefix: str, shardable: Mapping[str, ParameterKind], *, stays: bool
-) -> Iterator[UnitPlan]:
-    names = [f"{prefix}{name}" for name, _ in module.named_parameters()]
-    kinds = {shardable[name] for name in names if name in shardable}
-    if kinds == {ParameterKind.EXPERT}:
-        yield from _split(module, prefix, shardable, stays=stays)
-    elif ParameterKind.EXPERT in kinds:
-        for name, child in module.named_children():
-            yield from _expert_parts(child, f"{prefix}{name}.", shardable, stays=stays)
 
 
 class _Unit:

@@ -1,6 +1,5 @@
-"""One gradient norm for the whole model, and the factor that clips to it."""
+"""Parts of the gradient norm, of which `moe_parallel.reduce_norm_parts` makes one, and the factor that clips to it."""
 
-from collections.abc import Mapping
 from math import inf
 
 import torch
@@ -30,15 +29,6 @@ def power_sum(x: Tensor, order: float) -> Tensor:
     if order < inf:
         return norms.pow(order).sum()
     return norms.amax() if norms.numel() else norms.sum()
-
-
-def global_norm(parts: Mapping[str, Tensor], order: float) -> Tensor:
-    """The norm from the parts of `DataParallelEngine.norm_parts`, each already complete over its ranks; a scalar.
-
-    (sum of parts)^(1/order), or the largest part for `order = inf`.
-    """
-    stacked = torch.stack(list(parts.values()))
-    return stacked.amax() if order == inf else stacked.sum() ** (1 / order)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

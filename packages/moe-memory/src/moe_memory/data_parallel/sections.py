@@ -57,15 +57,23 @@ def inside(outer: Box, inner: Box) -> Box:
 
 
 def cut(names: Sequence[str], sizes_bytes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
-    """Consecutive names in groups of at most `limit_bytes`, or of one name that is larger."""
+    """Names in groups of at most `limit_bytes`; those of a quarter of it or more are alone, however large.
+
+    Alone a large parameter need not be copied (`BucketLayout.same`); small ones share the latency of a collective.
+    """
     groups: list[list[str]] = []
-    room = -1
+    small: list[str] = []
+    room = 0
     for name in names:
-        room -= sizes_bytes[name]
-        if room < 0:
-            groups.append([])
-            room = limit_bytes - sizes_bytes[name]
-        groups[-1].append(name)
+        size = sizes_bytes[name]
+        if size >= limit_bytes / 4:
+            groups.append([name])
+            continue
+        if not small or size > room:
+            small, room = [], limit_bytes
+            groups.append(small)
+        small.append(name)
+        room -= size
     return groups
 
 
@@ -76,6 +84,8 @@ class BucketLayout:
         whole_elements: length of the whole order.
         section_elements: S. A part takes as much of every section as the largest part of its parameter, so that
             sections are equally long.
+        padded: whether sections have room that belongs to no part.
+        same: whether both orders are one: at one rank, or of a single parameter that is cut into equal slices.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], ranks: int) -> None:
@@ -89,6 +99,10 @@ class BucketLayout:
             self._section_starts[name] = self.section_elements
             self.whole_elements += _aligned(prod(shape))
             self.section_elements += _aligned(prod(shard_box(shape, ranks, 0).shape))
+        self.padded = ranks * self.section_elements > sum(map(prod, shapes.values()))
+        first = next(iter(shapes.values()))
+        sliced = len(shapes) == 1 and prod(first[: shard_dim(first, ranks)]) == 1
+        self.same = ranks == 1 or (sliced and not self.padded)
 
     def whole(self, flat: Tensor, name: str) -> Tensor:
         """A parameter in a tensor in whole order."""

@@ -16,6 +16,7 @@ from moe_memory.data_parallel.norm import power_sum
 from moe_memory.data_parallel.ownership import StepOrder, check_parameters, updates_from
 from moe_memory.data_parallel.sections import cut, inside
 from moe_memory.data_parallel.store import Store
+from moe_memory.data_parallel.units import is_called
 from moe_memory.errors import MoeMemoryError
 from moe_memory.optim.adamw import AdamW
 from moe_memory.optim.decay import is_decayed
@@ -36,8 +37,8 @@ class ShardedEngine(ABC):
         compute_dtype: dtype of weights and activations.
         keep_internal: patterns of global names that compute in the internal dtype all the same.
         decayed: which parameters have weight decay.
-        bucket_bytes: a bucket that is communicated has gradients of at most this size, or one parameter. Smaller ones
-            start earlier, larger ones communicate more efficiently.
+        bucket_bytes: a bucket that is communicated has gradients of at most this size, or one parameter of a quarter of
+            it or more. Smaller ones start earlier and spare copies, larger ones are fewer collectives.
 
     Raises:
         MoeMemoryError: a frozen parameter or one that does not fit its spec, a call out of order.
@@ -77,10 +78,10 @@ class ShardedEngine(ABC):
         keys = {name: BucketKey(specs[name].kind, self._decayed(specs[name]), dtypes[name]) for name in parameters}
         # In the order of the model, whatever that of the specs.
         self._specs = {name: specs[name] for name in parameters}
-        owners = _owners(model, parameters)
+        readers = _readers(model, parameters)
         self._stores = tuple(self._build_stores(model, parameters, keys))
         self._store_of = {name: store for store in self._stores for name in store.names}
-        for module, names in owners.items():
+        for module, names in readers.items():
             module.register_forward_pre_hook(
                 partial(_wait_for_weights, _unique(self._store_of[name] for name in names))
             )
@@ -155,7 +156,7 @@ class ShardedEngine(ABC):
         self._begin_step()
 
     def _build_buckets(self, parameters: Mapping[str, nn.Parameter], keys: Mapping[str, BucketKey]) -> list[Bucket]:
-        """Buckets of parameters that behave alike, each consecutive in the order of the model."""
+        """Buckets of parameters that behave alike, each in the order of the model."""
         itemsize = internal_dtype(self._compute_dtype).itemsize
         sizes = {name: parameter.numel() * itemsize for name, parameter in parameters.items()}
         buckets = []
@@ -220,10 +221,19 @@ class ShardedEngine(ABC):
         self._order.require_finished()
 
 
-def _owners(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[nn.Module, list[str]]:
-    """Modules and the global names of the parameters that they have themselves; a shared one is had by several."""
+def _readers(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[nn.Module, list[str]]:
+    """Modules and the global names of the parameters that their forward reads: their own, and those of containers in
+    them. A shared parameter has several readers."""
     name_of = {id(parameter): name for name, parameter in parameters.items()}
-    found = {module: [name_of[id(p)] for p in module.parameters(recurse=False)] for module in model.modules()}
+    found: dict[nn.Module, list[str]] = {}
+
+    def visit(module: nn.Module, reader: nn.Module) -> None:
+        reader = module if is_called(module) else reader
+        found.setdefault(reader, []).extend(name_of[id(own)] for own in module.parameters(recurse=False))
+        for child in module.children():
+            visit(child, reader)
+
+    visit(model, model)
     return {module: names for module, names in found.items() if names}
 
 
