@@ -41,7 +41,8 @@ def test_a_package_itself_imports_nothing_heavy(package):
 
 def test_public_names_and_the_loader_load_nothing_that_is_not_used():
     names = f"import importlib\nfor package in map(importlib.import_module, {PACKAGES}):"
-    names += "\n    for name in package.__all__: getattr(package, name)"
+    # To ask for the class is to choose that engine.
+    names += "\n    for name in set(package.__all__) - {'Fsdp'}: getattr(package, name)"
     loaded = loaded_by(f"{names}\nfrom moe_train.config.load import load_config\nload_config('tiny_moe')")
     assert {"torch", "moe_train.models.config"} <= loaded
     assert loaded.isdisjoint({"moe_train.models.decoder", "moe_train.loop", "moe_train.assemble", *NEVER})
