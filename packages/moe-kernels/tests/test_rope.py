@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_kernels import MoeKernelsError, apply_rope, rope_tables
+from moe_kernels import MoeKernelsError, YarnConfig, apply_rope, rope_tables, yarn_softmax_factor
 
 
 def rotated_by_complex_numbers(x_BSHD: Tensor, position_BS: Tensor, features: int, base: float) -> Tensor:
@@ -83,3 +83,32 @@ def test_what_cannot_be_rotated_is_refused() -> None:
         rope_tables(torch.arange(3)[None], 7, 10.0, torch.float32)
     with pytest.raises(MoeKernelsError, match="4 features cannot rotate 6"):
         apply_rope(torch.zeros(1, 3, 2, 4), *rope_tables(torch.arange(3)[None], 6, 10.0, torch.float32))
+
+
+@pytest.mark.parametrize(("all_dim", "factor"), [(0.707, 1.5896), (1.0, 1.8739), (0.0, 1.0)])
+def test_r108_the_softmax_takes_the_square_of_mscale_all_dim(all_dim: float, factor: float) -> None:
+    assert yarn_softmax_factor(YarnConfig(factor=40.0, mscale_all_dim=all_dim)) == pytest.approx(factor, abs=5e-5)
+    assert yarn_softmax_factor(YarnConfig(factor=1.0, mscale_all_dim=all_dim)) == 1.0
+
+
+@pytest.mark.parametrize(("mscale", "all_dim", "factor"), [(1.0, 1.0, 1.0), (1.0, 0.0, 1.3689), (1.0, 0.707, 1.0857)])
+def test_r108_the_tables_take_the_ratio_of_both(mscale: float, all_dim: float, factor: float) -> None:
+    yarn = YarnConfig(factor=40.0, mscale=mscale, mscale_all_dim=all_dim)
+    cos, sin = rope_tables(torch.arange(20)[None], 8, 1e4, torch.float64, yarn)
+    torch.testing.assert_close((cos**2 + sin**2).sqrt(), torch.full_like(cos, factor), rtol=0, atol=5e-5)
+
+
+def test_yarn_keeps_fast_pairs_and_slows_down_slow_ones() -> None:
+    yarn = YarnConfig(factor=4.0, original_tokens=64, beta_fast=4.0, beta_slow=1.0, mscale=0.0)
+    position = torch.ones(1, 1, dtype=torch.int64)
+    plain, stretched = (rope_tables(position, 16, 100.0, torch.float64, y)[1][0, 0, 8:].asin() for y in (None, yarn))
+    # Turns in 64 tokens are 64 / (2 pi 100^(i/8)): 10.2, 5.7, 3.2, 1.8, 1.02, 0.6, ...; the ramp is from pair 1 to 5.
+    expected = torch.tensor([1, 1, 0.8125, 0.625, 0.4375, 0.25, 0.25, 0.25], dtype=torch.float64)
+    torch.testing.assert_close(stretched / plain, expected)
+
+
+def test_yarn_without_a_factor_changes_nothing() -> None:
+    position = torch.arange(9)[None]
+    plain = rope_tables(position, 8, 1e4, torch.float32)
+    for mine, other in zip(plain, rope_tables(position, 8, 1e4, torch.float32, YarnConfig()), strict=True):
+        assert torch.equal(mine, other)

@@ -10,7 +10,7 @@ from moe_train.assemble import assemble
 from moe_train.data.batch import Batch
 from moe_train.models.config import DecoderConfig
 from moe_train.models.flops import decoder_costs
-from moe_train.step import microbatch_loss
+from moe_train.step import microbatch_loss, run_step
 from moe_train.testing import short_corpus, small_config
 
 QWEN3_30B_A3B = DecoderConfig(
@@ -32,7 +32,7 @@ MIXTRAL_8X7B = DecoderConfig(
     num_experts=8,
     expert_features=14336,
     router=RouterConfig(top_k=2),
-    qk_norm=False,
+    qk_norm="none",
 )
 
 
@@ -46,9 +46,9 @@ def test_r124_published_counts():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("qk_norm", ["none", "head", "all"])
 def test_r125_counts_equal_the_built_model(tied, qk_norm):
-    overrides = [f"model.tied_embeddings={str(tied).lower()}", f"model.qk_norm={str(qk_norm).lower()}"]
+    overrides = [f"model.tied_embeddings={str(tied).lower()}", f"model.qk_norm={qk_norm}"]
     with short_corpus():
         run = assemble(small_config(*overrides))
     assert sum(parameter.numel() for parameter in run.model.parameters()) == run.costs.parameters
@@ -66,3 +66,16 @@ def test_flops_matmul_equals_torch_s_counter():
         loss_T = microbatch_loss(run, batch)
         loss_T.sum().backward()
     assert counter.get_total_flops() == run.costs.flops_matmul(length) * tokens.numel()
+
+
+def test_flops_of_the_deepseek_model_equal_torch_s_counter():
+    """Latent attention, dense layer, shared expert, and two tokens ahead, which training alone computes."""
+    options = ("memory.compute_dtype=float64", "model.latent.value_features=14", "train.global_batch_sequences=4")
+    with short_corpus():
+        run = assemble(small_config(*options, "train.microbatch_sequences=4", recipe="tiny_deepseek_v3"))
+    batch = run.data.train.next_batch()
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        run_step(run, batch, updates=0, window=None)
+    # The balance loss sums scores by segment in a product; nothing is due to it.
+    segments = 4 * 13 * 4 * 8 * 2 * len(run.model.routers())
+    assert counter.get_total_flops() == run.costs.flops_matmul(13) * batch.token_BS.numel() + segments

@@ -31,6 +31,7 @@ RECORD = StepRecord(
     seq_loss=0.0,
     global_loss=0.0,
     z_loss=4.5,
+    mtp_loss=0.0,
     tokens=81920,
     skipped=False,
     step_seconds=0.0994,

@@ -35,6 +35,7 @@ def record(step, **changes):
         "seq_loss": 0.0,
         "global_loss": 0.0,
         "z_loss": 0.0,
+        "mtp_loss": 0.0,
         "tokens": 4096 * step,
         "skipped": False,
         "step_seconds": 0.25,

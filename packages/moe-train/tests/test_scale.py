@@ -23,8 +23,8 @@ def weights(whole, size, loss_norm, balance_sequences=1):
 def test_counts_by_hand():
     whole = batch([4, 2, 0, 1, 0, 0], masked=[(0, 0), (3, 0)])
     scale = StepScale.count(whole, balance_sequences=2, loss_norm="token")
-    assert (scale.num_tokens, scale.num_targets, scale.num_segments) == (7, 5, 3)
-    assert (scale.num_balance, scale.num_target_balance) == (2, 1)  # rows 4 and 5 hold nothing, row 3 no target
+    assert (scale.num_tokens, scale.targets.targets, scale.num_segments) == (7, 5, 3)
+    assert (scale.num_balance, scale.targets.balance) == (2, 1)  # rows 4 and 5 hold nothing, row 3 no target
 
 
 @pytest.mark.parametrize("loss_norm", ["token", "microbatch"])

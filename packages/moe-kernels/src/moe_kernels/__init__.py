@@ -7,9 +7,14 @@ from moe_kernels._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from moe_kernels.activation import gated_activation as gated_activation
-    from moe_kernels.config import KernelsConfig as KernelsConfig, RouterConfig as RouterConfig
+    from moe_kernels.config import (
+        KernelsConfig as KernelsConfig,
+        RouterConfig as RouterConfig,
+        YarnConfig as YarnConfig,
+    )
     from moe_kernels.dtypes import internal_dtype as internal_dtype
     from moe_kernels.errors import MoeKernelsError as MoeKernelsError
+    from moe_kernels.expert_bias import update_expert_bias as update_expert_bias
     from moe_kernels.experts import ExpertCompute as ExpertCompute, GroupedExperts as GroupedExperts
     from moe_kernels.grouped_gemm import (
         GROUPED_GEMM as GROUPED_GEMM,
@@ -28,7 +33,11 @@ if TYPE_CHECKING:
     from moe_kernels.permute import RowMap as RowMap
     from moe_kernels.registry import Installed as Installed, PluginError as PluginError, Registry as Registry
     from moe_kernels.replay import ReplaySlot as ReplaySlot, RouterReplay as RouterReplay
-    from moe_kernels.rope import apply_rope as apply_rope, rope_tables as rope_tables
+    from moe_kernels.rope import (
+        apply_rope as apply_rope,
+        rope_tables as rope_tables,
+        yarn_softmax_factor as yarn_softmax_factor,
+    )
     from moe_kernels.routing import (
         Routing as Routing,
         route as route,
@@ -68,6 +77,9 @@ _MODULE_OF = {
     "scores": "routing",
     "select_grouped_gemm": "grouped_gemm",
     "stable_top_k": "routing",
+    "update_expert_bias": "expert_bias",
+    "yarn_softmax_factor": "rope",
+    "YarnConfig": "config",
     "z_loss": "losses",
 }
 

@@ -20,6 +20,46 @@ class KernelsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class YarnConfig:
+    """How rotary positions are stretched beyond the context that a model was trained on (YaRN, arXiv 2309.00071).
+
+    Attributes:
+        factor: by which the context grows; 1 leaves positions as they are and the other options without effect.
+        original_tokens: context before.
+        beta_fast: pairs of features that turn more often than this in the original context keep their frequency.
+        beta_slow: pairs that turn less often than this are slowed down by `factor`; a ramp lies between the two.
+        mscale: rotated features are multiplied by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
+        mscale_all_dim: the scale of the softmax is multiplied by (0.1 mscale_all_dim ln(factor) + 1) squared.
+        truncate: the ramp begins and ends at whole pairs.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    factor: float = 1.0
+    original_tokens: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Every violated rule: (field, sentence)."""
+        found = [
+            (name, "A factor of YaRN must be finite and not below 0.")
+            for name in ("mscale", "mscale_all_dim")
+            if not (isfinite(getattr(self, name)) and getattr(self, name) >= 0)
+        ]
+        if not (isfinite(self.factor) and self.factor >= 1):
+            found.append(("factor", "The context grows by a finite factor of at least 1; 1 leaves it as it is."))
+        if self.original_tokens < 1:
+            found.append(("original_tokens", "The original context has at least 1 token."))
+        if not (isfinite(self.beta_fast) and self.beta_fast > self.beta_slow > 0):
+            found.append(("beta_fast", f"It must be finite and above beta_slow = {self.beta_slow}, itself above 0."))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """How tokens choose experts and how much each choice weighs.
 

@@ -55,7 +55,9 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         internal = internal_dtype(x.dtype)
         x_RD = x.reshape(-1, x.shape[-1])
-        y_RD = x_RD.new_empty(x_RD.shape)
+        # Returned itself: fully_shard takes no module whose output is a view.
+        y = x.new_empty(x.shape)
+        y_RD = y.view(x_RD.shape)
         # One over the root mean square of each row.
         scale_R1 = x_RD.new_empty(x_RD.shape[0], 1, dtype=internal)
         w_D, eps_1 = weight_D.to(internal), scale_R1.new_full((1,), eps)
@@ -65,7 +67,7 @@ class _RMSNorm(torch.autograd.Function):
             torch.addcmul(eps_1, scale, scale, value=1 / x.shape[-1], out=scale).rsqrt_()
             torch.mul(row * scale, w_D, out=y_RD[rows])
         ctx.save_for_backward(x_RD, weight_D, scale_R1)
-        return y_RD.view(x.shape)
+        return y
 
     @staticmethod
     @once_differentiable

@@ -5,18 +5,26 @@ Shape legend: B sequences, S slots, H heads, D features of a head, F rotated fea
 """
 
 from collections.abc import Callable
+from math import ceil, floor, log, pi
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_kernels.config import YarnConfig
 from moe_kernels.dtypes import internal_dtype
 from moe_kernels.errors import MoeKernelsError
 from moe_kernels.passes import row_slices
 
 
-def rope_tables(position_BS: Tensor, rotary_features: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_tables(
+    position_BS: Tensor,
+    rotary_features: int,
+    base: float,
+    dtype: torch.dtype,
+    yarn: YarnConfig | None = None,
+) -> tuple[Tensor, Tensor]:
     """Cosine and signed sine of every angle, each [B, S, F], for `apply_rope`; made once per batch.
 
     Both halves of the cosine are equal; the first half of the sine is negative, as the rotation needs it.
@@ -26,6 +34,7 @@ def rope_tables(position_BS: Tensor, rotary_features: int, base: float, dtype: t
         rotary_features: F, even.
         base: of the geometric series of frequencies.
         dtype: of the tensors to rotate; the tables are in its internal dtype.
+        yarn: stretches positions, and scales the tables.
 
     Raises:
         MoeKernelsError: odd F.
@@ -37,8 +46,38 @@ def rope_tables(position_BS: Tensor, rotary_features: int, base: float, dtype: t
     internal = internal_dtype(dtype)
     exponent = torch.arange(0, rotary_features, 2, dtype=internal, device=position_BS.device) / rotary_features
     angle = position_BS[..., None].to(internal) / base**exponent
+    if yarn is not None and yarn.factor > 1:
+        angle = angle * _yarn_stretch(yarn, rotary_features, base, angle)
     cos, sin = angle.cos(), angle.sin()
+    if yarn is not None and yarn.factor > 1:
+        size = _yarn_magnitude(yarn.factor, yarn.mscale) / _yarn_magnitude(yarn.factor, yarn.mscale_all_dim)
+        cos, sin = cos * size, sin * size
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def yarn_softmax_factor(yarn: YarnConfig) -> float:
+    """Factor on the scale of the softmax of attention: the square of (0.1 mscale_all_dim ln(factor) + 1)."""
+    return _yarn_magnitude(yarn.factor, yarn.mscale_all_dim) ** 2
+
+
+def _yarn_magnitude(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * log(factor) + 1 if factor > 1 else 1.0
+
+
+def _yarn_stretch(yarn: YarnConfig, rotary_features: int, base: float, like: Tensor) -> Tensor:
+    """What the frequency of each pair is multiplied by, [F/2]: 1 where it turns often within the original context,
+    1 / factor where it turns rarely, and a ramp between them."""
+
+    def pair_that_turns(times: float) -> float:
+        return rotary_features * log(yarn.original_tokens / (times * 2 * pi)) / (2 * log(base))
+
+    first, last = pair_that_turns(yarn.beta_fast), pair_that_turns(yarn.beta_slow)
+    if yarn.truncate:
+        first, last = floor(first), ceil(last)
+    first, last = max(first, 0), min(last, rotary_features - 1)
+    pair = torch.arange(rotary_features // 2, dtype=like.dtype, device=like.device)
+    stretched = ((pair - first) / (last - first or 0.001)).clamp(0, 1)
+    return stretched / yarn.factor + (1 - stretched)
 
 
 def apply_rope(x_BSHD: Tensor, cos_BSF: Tensor, sin_BSF: Tensor) -> Tensor:

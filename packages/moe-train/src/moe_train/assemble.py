@@ -129,6 +129,7 @@ def load_data(config: TrainConfig) -> Data:
     tokens = tokenizer.encode_documents(load_documents(config.data.corpus))
     split = tokens.size - int(tokens.size * config.data.valid_fraction)
     length = config.data.sequence_length
+    end = tokenizer.end_of_document if config.data.separate_documents else None
     return Data(
         tokenizer=tokenizer,
         train=WindowSource(
@@ -136,9 +137,14 @@ def load_data(config: TrainConfig) -> Data:
             sequence_length=length,
             batch_sequences=config.train.global_batch_sequences,
             seed=config.data.seed,
+            end_of_document=end,
         ),
         valid=WindowSource(
-            tokens[split:], sequence_length=length, batch_sequences=config.train.valid_sequences, seed=None
+            tokens[split:],
+            sequence_length=length,
+            batch_sequences=config.train.valid_sequences,
+            seed=None,
+            end_of_document=end,
         ),
         entropy=text_entropy(tokens, tokenizer.vocab_size),
     )

@@ -3,7 +3,7 @@
 import torch
 
 from moe_train.assemble import Training
-from moe_train.data.batch import Batch
+from moe_train.data.batch import Batch, document_numbers
 
 
 @torch.no_grad()
@@ -20,7 +20,9 @@ def generate_text(training: Training, prompt: str, num_tokens: int, *, temperatu
     for _ in range(num_tokens):
         token_BS = torch.tensor([tokens[-length:]])
         valid_BS = torch.ones_like(token_BS, dtype=torch.bool)
-        batch = Batch.from_rows(token_BS, token_BS, valid_BS).to(training.device)
+        separate = training.config.data.separate_documents
+        document_BS = document_numbers(token_BS, tokenizer.end_of_document) if separate else None
+        batch = Batch.from_rows(token_BS, token_BS, valid_BS, document_BS=document_BS).to(training.device)
         logits_V = training.model(batch.token_BS, batch.sequence_info(), None).logits_BSV[0, -1]
         probs_V = torch.softmax(logits_V.to(training.dtype) / temperature, dim=-1).cpu()
         tokens.append(int(torch.multinomial(probs_V, 1, generator=generator)))

@@ -89,7 +89,7 @@ def _steps(
         if config.observe.record_choices and choices is not None:
             rank = training.groups.rank("world")
             save_choices(run.choices, choices, rank=rank, data=training.data.train.state())
-        _advance(progress, result)
+        _advance(training, progress, result)
         now = time.perf_counter()
         eta = (now - began) / (progress.step - first_step) * (config.train.steps - progress.step)
         record = _record(training, progress, result, now - started, memory.peaks_bytes["step"], eta)
@@ -131,18 +131,19 @@ def _window(training: Training, progress: Progress) -> LoadWindow | None:
     return progress.window if training.config.model.balance.glob > 0 else None
 
 
-def _advance(progress: Progress, result: StepResult) -> None:
+def _advance(training: Training, progress: Progress, result: StepResult) -> None:
     progress.step += 1
     progress.tokens += result.scale.num_tokens
     if result.skipped:
         progress.skipped_in_a_row += 1
-        bad = [str(layer) for layer, rows in enumerate(result.statistics.bad_rows.tolist()) if rows]
+        routers = training.model.routers()
+        bad = [router.name for router, rows in zip(routers, result.statistics.bad_rows.tolist(), strict=True) if rows]
         logger.warning(
             "step %d skipped: loss %s, gradient norm %s%s",
             progress.step,
             result.loss,
             result.gradient_norm,
-            f"; router logits not finite in layers {', '.join(bad)}" if bad else "",
+            f"; router logits not finite in {', '.join(bad)}" if bad else "",
         )
         return
     progress.updates += 1
@@ -174,6 +175,7 @@ def _record(
         seq_loss=float(statistics.seq.mean()),
         global_loss=float(statistics.glob.mean()),
         z_loss=float(statistics.z.mean()),
+        mtp_loss=result.losses.get("mtp", 0.0),
         tokens=progress.tokens,
         skipped=result.skipped,
         step_seconds=step_seconds,

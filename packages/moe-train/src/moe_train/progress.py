@@ -11,6 +11,7 @@ from moe_train.assemble import Training
 from moe_train.checkpoint.load import latest_checkpoint, load_tensors, read_index
 from moe_train.checkpoint.save import save_checkpoint
 from moe_train.errors import MoeTrainError
+from moe_train.models.bias import bias_tensors
 from moe_train.run_directory import RunDirectory
 from moe_train.scale import LoadWindow
 
@@ -39,9 +40,8 @@ class Progress:
     def start(cls, training: Training) -> "Progress":
         """Before the first step: a balanced load stands in for the previous step's."""
         model = training.config.model
-        counts = torch.full(
-            (model.num_layers, model.num_experts), model.router.top_k, dtype=torch.int64, device=training.device
-        )
+        shape = (len(training.model.routers()), model.num_experts)
+        counts = torch.full(shape, model.router.top_k, dtype=torch.int64, device=training.device)
         window = LoadWindow(counts_LE=counts, num_tokens=model.num_experts)
         return cls(step=0, updates=0, skipped_in_a_row=0, tokens=0, window=window)
 
@@ -60,7 +60,8 @@ def save(training: Training, run: RunDirectory, progress: Progress) -> None:
     }
     keep = training.config.checkpoint.keep
     rank = training.groups.rank("world")
-    save_checkpoint(run.checkpoints, progress.step, training.engine.state_tensors(), state, keep=keep, rank=rank)
+    tensors = [*training.engine.state_tensors(), *bias_tensors(training.model, training.groups)]
+    save_checkpoint(run.checkpoints, progress.step, tensors, state, keep=keep, rank=rank)
 
 
 def restore(training: Training, run: RunDirectory) -> Progress:
@@ -83,7 +84,7 @@ def restore(training: Training, run: RunDirectory) -> Progress:
     except Exception as error:
         failed = error
     agree(failed)
-    load_tensors(path, training.engine.state_tensors())
+    load_tensors(path, [*training.engine.state_tensors(), *bias_tensors(training.model)])
     training.engine.load_finished(engine)
     return progress
 

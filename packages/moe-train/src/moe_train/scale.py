@@ -3,12 +3,13 @@
 A step minimises one scalar that is defined without reference to any layout (numerics §0):
 
     L = sum CE / N_tgt + sum over layers [ c_aux mean_m aux(m) + c_seq mean_s seq(s) + c_glob glob + c_z sum z / N_tok ]
+        + sum over depths d of multi-token prediction [ lambda / D sum CE_d / N_d ]
 
 The counts are known from the data before the first forward. A microbatch adds its terms times the weights given here;
 nothing is divided later. This is the only place that knows how losses are normalised.
 
 Shape legend: B sequences, S slots per sequence, T = B*S tokens of an execution microbatch, M balance microbatches,
-G segments, L layers, E experts.
+G segments (documents of a row, or rows where documents are not kept apart), L layers with a router, E experts.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from moe_parallel import Groups, all_reduce
 from moe_train.choices import MicrobatchChoices
-from moe_train.data.batch import Batch
+from moe_train.data.batch import Ahead, Batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,19 @@ class LoadWindow:
 
     counts_LE: Tensor
     num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AheadScale:
+    """What one depth of multi-token prediction reads and predicts in an execution microbatch.
+
+    Attributes:
+        ahead: tokens and targets.
+        target_weight_T: of each target's cross-entropy; sums to one over the step, zero where masked.
+    """
+
+    ahead: Ahead
+    target_weight_T: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +64,7 @@ class MicrobatchScale:
         num_tokens: N_tok, valid tokens of the whole step.
         window: load of the previous step for the global balance loss; None where that loss is not used.
         choices: what routers repeat or leave behind; None where they do neither.
+        ahead: one entry for each depth of multi-token prediction.
     """
 
     target_weight_T: Tensor
@@ -62,6 +77,15 @@ class MicrobatchScale:
     num_tokens: int
     window: LoadWindow | None
     choices: MicrobatchChoices | None
+    ahead: tuple[AheadScale, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetCount:
+    """How many targets a step has over all ranks, and how many balance microbatches hold one."""
+
+    targets: int
+    balance: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,36 +93,51 @@ class StepScale:
     """Counts of one step over all ranks, all known on the host.
 
     Attributes:
-        num_targets: N_tgt, targets that count.
+        targets: N_tgt, targets that count.
+        ahead: the same for each depth of multi-token prediction.
         num_tokens: N_tok, non-padding tokens.
         num_segments: S, segments with a valid token.
         num_balance: M, balance microbatches with a valid token.
-        num_target_balance: balance microbatches with a target that counts.
         balance_sequences: B, sequences of a balance microbatch.
+        row_segments: most segments of a row here; a shape, not a count of the step.
         loss_norm: `token`: every token weighs the same; `microbatch`: mean over balance microbatches of their means.
     """
 
-    num_targets: int
+    targets: TargetCount
+    ahead: tuple[TargetCount, ...]
     num_tokens: int
     num_segments: int
     num_balance: int
-    num_target_balance: int
     balance_sequences: int
+    row_segments: int
     loss_norm: Literal["token", "microbatch"]
 
     @classmethod
-    def count(cls, batch: Batch, *, balance_sequences: int, loss_norm: Literal["token", "microbatch"]) -> "StepScale":
-        """Count a batch, or one rank's share of it (`over`). Reads the masks on the host, once per step."""
+    def count(
+        cls, batch: Batch, *, balance_sequences: int, loss_norm: Literal["token", "microbatch"], depths: int = 0
+    ) -> "StepScale":
+        """Count a batch, or one rank's share of it (`over`). Reads the masks on the host, once per step.
+
+        `depths` is the number of tokens that are predicted beyond the next one.
+        """
         valid_B = batch.valid_BS.sum(1)
-        target_B = batch.target_mask_BS.sum(1)
         balance_B = torch.arange(batch.num_sequences, device=valid_B.device) // balance_sequences
+
+        def targets(mask_BS: Tensor) -> TargetCount:
+            target_B = mask_BS.sum(1)
+            return TargetCount(targets=int(target_B.sum()), balance=_occupied(balance_B, target_B))
+
+        row_segments = 1 if batch.document_BS is None else int(batch.document_BS.max()) + 1
+        segment_T, num_segments = _segments(batch, row_segments), batch.num_sequences * row_segments
+        held_G = _sum_by(batch.valid_BS.reshape(-1), segment_T, num_segments, torch.int64)
         return cls(
-            num_targets=int(target_B.sum()),
+            targets=targets(batch.target_mask_BS),
+            ahead=tuple(targets(batch.ahead(depth + 1).target_mask_BS) for depth in range(depths)),
             num_tokens=int(valid_B.sum()),
-            num_segments=int((valid_B > 0).sum()),
+            num_segments=int((held_G > 0).sum()),
             num_balance=_occupied(balance_B, valid_B),
-            num_target_balance=_occupied(balance_B, target_B),
             balance_sequences=balance_sequences,
+            row_segments=row_segments,
             loss_norm=loss_norm,
         )
 
@@ -110,9 +149,16 @@ class StepScale:
         group = groups.group("dp")
         if group is None:
             return self
-        names = ("num_targets", "num_tokens", "num_segments", "num_balance", "num_target_balance")
-        counts = all_reduce(torch.tensor([getattr(self, name) for name in names]), group).wait().tolist()
-        return replace(self, **dict(zip(names, counts, strict=True)))
+        names = ("num_tokens", "num_segments", "num_balance")
+        pairs = [count for target in (self.targets, *self.ahead) for count in (target.targets, target.balance)]
+        packed = torch.tensor([*(getattr(self, name) for name in names), *pairs])
+        counts = all_reduce(packed, group).wait().tolist()
+        sums, pairs = counts[: len(names)], counts[len(names) :]
+        targets, *ahead = (
+            TargetCount(targets=number, balance=balance)
+            for number, balance in zip(pairs[::2], pairs[1::2], strict=True)
+        )
+        return replace(self, targets=targets, ahead=tuple(ahead), **dict(zip(names, sums, strict=True)))
 
     def microbatch(
         self,
@@ -131,33 +177,52 @@ class StepScale:
         balance_T = row_T // self.balance_sequences
         num_balance = -(-rows // self.balance_sequences)
         valid_T = batch.valid_BS.reshape(-1)
-        target_T = batch.target_mask_BS.reshape(-1)
+        segment_T, num_segments = _segments(batch, self.row_segments), rows * self.row_segments
 
         valid_M = _sum_by(valid_T, balance_T, num_balance, dtype)
-        valid_B = _sum_by(valid_T, row_T, rows, dtype)
+        held_G = _sum_by(valid_T, segment_T, num_segments, dtype) > 0
         if self.loss_norm == "token":
-            target_weight_T = target_T.to(dtype) / max(self.num_targets, 1)
             token_weight_T = valid_T.to(dtype) / max(self.num_tokens, 1)
-            segment_weight_B = (valid_B > 0).to(dtype) / max(self.num_segments, 1)
+            segment_weight_G = held_G.to(dtype) / max(self.num_segments, 1)
         else:
-            target_M = _sum_by(target_T, balance_T, num_balance, dtype)
-            target_weight_T = target_T / (max(self.num_target_balance, 1) * target_M.clamp(min=1))[balance_T]
             token_weight_T = valid_T / (max(self.num_balance, 1) * valid_M.clamp(min=1))[balance_T]
-            balance_B = torch.arange(rows, device=valid_B.device) // self.balance_sequences
-            segments_M = _sum_by(valid_B > 0, balance_B, num_balance, dtype)
-            segment_weight_B = (valid_B > 0) / (max(self.num_balance, 1) * segments_M.clamp(min=1))[balance_B]
+            row_G = torch.arange(num_segments, device=valid_T.device) // self.row_segments
+            balance_G = row_G // self.balance_sequences
+            segments_M = _sum_by(held_G, balance_G, num_balance, dtype)
+            segment_weight_G = held_G / (max(self.num_balance, 1) * segments_M.clamp(min=1))[balance_G]
+
+        def target_weight(mask_BS: Tensor, count: TargetCount) -> Tensor:
+            mask_T = mask_BS.reshape(-1)
+            if self.loss_norm == "token":
+                return mask_T.to(dtype) / max(count.targets, 1)
+            mask_M = _sum_by(mask_T, balance_T, num_balance, dtype)
+            return mask_T / (max(count.balance, 1) * mask_M.clamp(min=1))[balance_T]
+
+        ahead = [batch.ahead(depth + 1) for depth in range(len(self.ahead))]
         return MicrobatchScale(
-            target_weight_T=target_weight_T,
+            target_weight_T=target_weight(batch.target_mask_BS, self.targets),
             valid_T=valid_T,
             token_weight_T=token_weight_T,
             balance_T=balance_T,
             balance_weight_M=(valid_M > 0).to(dtype) / max(self.num_balance, 1),
-            segment_T=row_T,
-            segment_weight_G=segment_weight_B,
+            segment_T=segment_T,
+            segment_weight_G=segment_weight_G,
             num_tokens=self.num_tokens,
             window=window,
             choices=choices,
+            ahead=tuple(
+                AheadScale(ahead=part, target_weight_T=target_weight(part.target_mask_BS, count))
+                for part, count in zip(ahead, self.ahead, strict=True)
+            ),
         )
+
+
+def _segments(batch: Batch, row_segments: int) -> Tensor:
+    """Segment of each token, [T]: row * row_segments + number of the document inside its row."""
+    rows, slots = batch.token_BS.shape
+    row_B1 = torch.arange(rows, device=batch.token_BS.device)[:, None]
+    segment_BS = (row_B1 * row_segments).expand(rows, slots)
+    return (segment_BS if batch.document_BS is None else segment_BS + batch.document_BS).reshape(-1)
 
 
 def _occupied(group_B: Tensor, count_B: Tensor) -> int:

@@ -4,12 +4,13 @@ Shape legend: L layers, E experts.
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import isfinite
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_kernels.cross_entropy import cross_entropy
@@ -34,9 +35,10 @@ class StepResult:
         loss: mean cross-entropy over the targets of the global batch, in nats (the first term of the loss of §0).
         gradient_norm: global L2 norm before clipping.
         learning_rate: that was, or would have been, applied.
-        skipped: a non-finite loss or norm; weights, moments and counters are as before the step.
+        skipped: a non-finite loss or norm; weights, moments, expert bias and counters are as before the step.
         scale: the counts of the step.
-        statistics: of all layers, summed over the microbatches.
+        statistics: of all layers with a router, summed over the microbatches.
+        losses: further terms of the loss by name, without coefficient.
     """
 
     loss: float
@@ -45,6 +47,7 @@ class StepResult:
     skipped: bool
     scale: StepScale
     statistics: RouterStatistics
+    losses: Mapping[str, float]
 
 
 def microbatch_loss(training: Training, batch: Batch) -> Tensor:
@@ -68,12 +71,14 @@ class _Microbatch:
 
 def forward_backward(
     training: Training, batch: Batch, scale: StepScale, window: LoadWindow | None, choices: StepChoices | None = None
-) -> tuple[Tensor, RouterStatistics]:
-    """Add the gradients of this rank's share of a global batch; returns its part of loss and statistics.
+) -> tuple[dict[str, Tensor], RouterStatistics]:
+    """Add the gradients of this rank's share of a global batch; returns its part of statistics and losses by name.
+
+    The loss is called `loss`; there are further terms of it that the model attached, without coefficient.
 
     Microbatches go through the layers as the schedule says; gradients are reported to the engine layer by layer.
     """
-    losses: list[Tensor] = []
+    losses: list[dict[str, Tensor]] = []
     statistics: list[RouterStatistics] = []
     microbatches = batch.microbatches(training.config.train.microbatch_sequences)
 
@@ -89,7 +94,7 @@ def forward_backward(
 
     def loss(logits_BSV: Tensor, microbatch: _Microbatch) -> Tensor:
         part = (_target_losses(logits_BSV, microbatch.batch) * microbatch.scale.target_weight_T).sum()
-        losses.append(part.detach())
+        losses.append({"loss": part.detach(), **microbatch.model.losses})
         statistics.append(RouterStatistics.stack(microbatch.model.statistics))
         return part
 
@@ -97,7 +102,8 @@ def forward_backward(
     run_actions(one_by_one(len(microbatches)), [SegmentedChunk(segments, begin)], training.engine.grads_ready)
     training.engine.finish()
     # In the order of the microbatches, whatever the schedule was.
-    return reduce(operator.add, losses), reduce(operator.add, statistics)
+    total = {name: reduce(operator.add, [part[name] for part in losses]) for name in losses[0]}
+    return total, reduce(operator.add, statistics)
 
 
 def run_step(
@@ -122,21 +128,29 @@ def run_step(
     config = training.config
     training.model.train()
     train = config.train
-    here = StepScale.count(batch, balance_sequences=train.balance_sequences, loss_norm=train.loss_norm)
+    here = StepScale.count(
+        batch,
+        balance_sequences=train.balance_sequences,
+        loss_norm=train.loss_norm,
+        depths=training.model.depths,
+    )
     scale = here.over(training.groups)
-    part, statistics_here = forward_backward(training, batch, scale, window, choices)
+    losses_here, statistics_here = forward_backward(training, batch, scale, window, choices)
     if inspect is not None:
         inspect()
-    statistics, loss = statistics_here.summed(part, training.groups)
+    statistics, sums = statistics_here.summed(torch.stack(list(losses_here.values())), training.groups)
     norm = reduce_norm_parts(training.engine.norm_parts(2.0), 2.0, training.groups)
     rate = learning_rate(config.optim, updates, config.train.steps)
-    loss_value, norm_value = loss.item(), norm.item()
+    losses = dict(zip(losses_here, sums.tolist(), strict=True))
+    loss_value, norm_value = losses.pop("loss"), norm.item()
     skipped = not (isfinite(loss_value) and isfinite(norm_value))
     if skipped:
         training.engine.skip()
     else:
         limit = config.optim.max_grad_norm
         training.engine.step(rate, 1.0 if limit is None else clip_factor(norm, limit))
+        for router, counts_E in zip(training.model.routers(), statistics.counts, strict=True):
+            router.update_bias(counts_E)
     return StepResult(
         loss=loss_value,
         gradient_norm=norm_value,
@@ -144,4 +158,5 @@ def run_step(
         skipped=skipped,
         scale=scale,
         statistics=statistics,
+        losses=losses,
     )

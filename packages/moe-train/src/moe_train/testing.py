@@ -5,10 +5,19 @@ from contextlib import contextmanager
 from functools import cache
 from unittest.mock import patch
 
+import torch
+
+from moe_comm.local import LocalDispatcher
+from moe_kernels.grouped_gemm import select_grouped_gemm
+from moe_memory.recompute import activation_policy
+from moe_parallel import LocalAttention
 from moe_train import assemble
 from moe_train.config.load import load_config
 from moe_train.config.tree import TrainConfig
 from moe_train.data.corpus import load_documents
+from moe_train.models.config import DecoderConfig
+from moe_train.models.decoder import Decoder
+from moe_train.models.spec import ModelParts
 
 # Sizes are pairwise different, so that no test passes because two axes were swapped.
 SMALL = (
@@ -28,12 +37,29 @@ SMALL = (
     "optim.warmup_steps=0",
     "observe.sample_tokens=3",
 )
+# The standard models: what most features of the families are in, at the sizes of SMALL.
+SMALL_QWEN3 = (*SMALL, "model.num_experts=8")
+SMALL_DEEPSEEK = (
+    *SMALL,
+    "model.num_layers=3",
+    "model.num_kv_heads=4",
+    "model.num_experts=8",
+    "model.router.top_k=4",
+    "model.latent.kv_features=9",
+    "model.latent.query_features=10",
+    "model.latent.rotary_features=6",
+    "model.latent.value_features=7",
+    "model.dense_features=17",
+    "model.shared_features=12",
+    "model.mtp_layers=2",
+)
+STANDARD = {"tiny_qwen3_moe": SMALL_QWEN3, "tiny_deepseek_v3": SMALL_DEEPSEEK}
 ALL_LOSSES = ("model.balance.aux=0.02", "model.balance.seq=0.03", "model.balance.glob=0.05", "model.balance.z=0.01")
 
 
-def small_config(*overrides: str) -> TrainConfig:
-    """The recipe `tiny_moe` with small sizes; later overrides win."""
-    return load_config("tiny_moe", [], [*SMALL, *overrides]).config
+def small_config(*overrides: str, recipe: str = "tiny_moe") -> TrainConfig:
+    """A recipe, `tiny_moe` or one of `STANDARD`, with small sizes; later overrides win."""
+    return load_config(recipe, [], [*STANDARD.get(recipe, SMALL), *overrides]).config
 
 
 @cache
@@ -46,3 +72,15 @@ def short_corpus() -> Iterator[None]:
     """Inside, a training is assembled from the beginning of four documents of the corpus, which takes no time."""
     with patch.object(assemble, "load_documents", _few_documents):
         yield
+
+
+def small_model(config: DecoderConfig, vocab_size: int, dtype: torch.dtype, recompute: str = "none") -> Decoder:
+    """A decoder alone, of one rank, with uninitialised parameters that belong to no engine."""
+    parts = ModelParts(
+        attention=LocalAttention(),
+        dispatcher=LocalDispatcher(config.num_experts),
+        grouped_gemm=select_grouped_gemm("auto", dtype, "cpu"),
+        activations=activation_policy("full" if recompute == "full" else "none"),
+        dtype=dtype,
+    )
+    return Decoder(config, vocab_size, parts)

@@ -19,6 +19,7 @@ from moe_train.assemble import Data, assemble, load_data
 from moe_train.config.tree import TrainConfig
 from moe_train.data.batch import Batch
 from moe_train.errors import MoeTrainError
+from moe_train.models.bias import bias_tensors
 from moe_train.scale import LoadWindow
 from moe_train.step import run_step
 
@@ -61,7 +62,7 @@ class Deviation:
         first_loss: of the loss of the first step.
         gradient: of a gradient of the first step, by norm per tensor.
         loss: of the loss of any step.
-        state: of a master weight or moment after the last step, by norm per tensor.
+        state: of a master weight, moment or expert bias after the last step, by norm per tensor.
     """
 
     case: Case
@@ -219,7 +220,8 @@ def _train(
         losses.append(result.loss)
         if config.model.balance.glob > 0:
             window = LoadWindow(counts_LE=result.statistics.counts, num_tokens=result.scale.num_tokens)
-    return losses, gradients, list(map(_Part.of, training.engine.state_tensors()))
+    state = [*training.engine.state_tensors(), *bias_tensors(training.model, training.groups)]
+    return losses, gradients, list(map(_Part.of, state))
 
 
 def ragged(batch: Batch, step: int) -> Batch:

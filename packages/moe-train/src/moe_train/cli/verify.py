@@ -5,18 +5,22 @@ from dataclasses import replace
 from moe_parallel.config import ParallelConfig
 from moe_train.cli.arguments import add_settings, command_parser, parse_settings
 from moe_train.config.load import load_config
+from moe_train.config.tree import TrainConfig
 from moe_train.errors import MoeTrainError
 
 DESCRIPTION = """\
 Check that loss, gradients and weights do not depend on how a training is spread over ranks.
 
-    moe-train verify tiny_moe --world 4
+    moe-train verify standard --world 4
     moe-train verify tiny_moe --world 8 --limit 4 --steps 20 train.global_batch_sequences=8
 
 Trains a few steps in float64 in one process, and again for every legal layout of N ranks and every data-parallel
 engine, in processes of this machine. Prints the largest relative differences; exits 1 if one is beyond its limit.
+`standard` in the place of a recipe takes two, tiny_qwen3_moe and tiny_deepseek_v3, which together have what models here
+are made of.
 """
 
+STANDARD = ("tiny_qwen3_moe", "tiny_deepseek_v3")
 EXIT_VIOLATION = 1
 
 
@@ -31,21 +35,34 @@ def main(arguments: list[str]) -> int:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise MoeTrainError(f"--{name} {value} is not at least 1")
-    config = load_config(settings.recipe, settings.files, settings.overrides, world=options.world).config
-    if config.parallel != replace(ParallelConfig(), timeout_s=config.parallel.timeout_s):
-        raise MoeTrainError("verify tries every layout itself; leave the degrees of `parallel` out")
+    recipes = STANDARD if settings.recipe == "standard" else (settings.recipe,)
+    configs = {
+        recipe: load_config(recipe, settings.files, settings.overrides, world=options.world).config
+        for recipe in recipes
+    }
+    for config in configs.values():
+        if config.parallel != replace(ParallelConfig(), timeout_s=config.parallel.timeout_s):
+            raise MoeTrainError("verify tries every layout itself; leave the degrees of `parallel` out")
+    violations = [
+        _verify(recipe, config, world=options.world, steps=options.steps, limit=options.limit)
+        for recipe, config in configs.items()
+    ]
+    return EXIT_VIOLATION if any(violations) else 0
 
+
+def _verify(recipe: str, config: TrainConfig, *, world: int, steps: int, limit: int | None) -> int:
+    """Number of violations."""
     from moe_train.verify import STATE_LIMIT, STEP_LIMIT, cases, sample, verify
 
-    found = cases(config, options.world)
-    chosen = found if options.limit is None else sample(found, options.limit)
+    found = cases(config, world)
+    chosen = found if limit is None else sample(found, limit)
     print(
-        f"{len(chosen)} of {len(found)} cases of {options.world} ranks, {options.steps} steps in float64 against one "
+        f"{recipe}: {len(chosen)} of {len(found)} cases of {world} ranks, {steps} steps in float64 against one "
         f"process; limits: {STEP_LIMIT:g} in the first step (loss, gradients), {STATE_LIMIT:g} afterwards (loss, state)"
     )
     print(f"{'case':44} {'loss 1':>8} {'gradient':>8} {'losses':>8} {'state':>8}")
     violations = 0
-    for deviation in verify(config, chosen, steps=options.steps, timeout_s=config.parallel.timeout_s):
+    for deviation in verify(config, chosen, steps=steps, timeout_s=config.parallel.timeout_s):
         gradient, state = deviation.gradient, deviation.state
         numbers = (deviation.first_loss, gradient[0], deviation.loss, state[0])
         verdict = "ok" if deviation.holds else f"VIOLATED, worst gradient {gradient[1]}, worst state {state[1]}"
@@ -56,4 +73,4 @@ def main(arguments: list[str]) -> int:
         if violations
         else "the loss does not depend on the layout"
     )
-    return EXIT_VIOLATION if violations else 0
+    return violations

@@ -24,6 +24,8 @@ class DataConfig:
         corpus: a text that ships with the package.
         tokenizer: `bytes`: UTF-8 bytes and one token that ends a document.
         sequence_length: tokens of one sequence.
+        separate_documents: the documents that share a sequence do not see each other; positions begin at 0 in each, and
+            its last token has no target.
         valid_fraction: share of the tokens, at the end of the corpus, that is held out for validation.
         seed: of the order of the sequences.
     """
@@ -33,6 +35,7 @@ class DataConfig:
     corpus: str = "state_of_the_union"
     tokenizer: Literal["bytes"] = "bytes"
     sequence_length: int = 256
+    separate_documents: bool = False
     valid_fraction: float = 0.05
     seed: int = 0
 

@@ -3,12 +3,19 @@
 Shape legend: B sequences (rows), S token slots per row.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from moe_parallel import SequenceInfo
+
+
+def document_numbers(token_BS: Tensor, end_of_document: int) -> Tensor:
+    """Number of the document of each token inside its row; the token that ends a document belongs to it."""
+    ends_BS = (token_BS == end_of_document).long()
+    return ends_BS.cumsum(1) - ends_BS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +29,8 @@ class Batch:
         valid_BS: bool, which slots hold tokens; padding sits at the end of a row.
         position_BS: int64 position inside the document.
         token_index_BS: int64 index of each slot in the global batch.
+        document_BS: int64 number of the document inside its row, 0, 1, 2, ... from left to right; None where a row is
+            one document.
     """
 
     token_BS: Tensor
@@ -30,6 +39,7 @@ class Batch:
     valid_BS: Tensor
     position_BS: Tensor
     token_index_BS: Tensor
+    document_BS: Tensor | None = None
 
     @classmethod
     def from_rows(
@@ -39,21 +49,35 @@ class Batch:
         valid_BS: Tensor,
         target_mask_BS: Tensor | None = None,
         *,
+        document_BS: Tensor | None = None,
         first_sequence: int = 0,
     ) -> "Batch":
-        """Rows that are one document each; by default every valid slot has a target that counts.
+        """Rows of tokens; by default a row is one document and every valid slot has a target that counts.
 
-        `first_sequence` is the number of the first row in the global batch.
+        With several documents in a row (`document_BS`) the last token of each has no target: the next token belongs to
+        another document. `first_sequence` is the number of the first row in the global batch.
         """
         rows, slots = token_BS.shape
         index = torch.arange(rows * slots).view(rows, slots)
+        target_mask_BS = valid_BS if target_mask_BS is None else target_mask_BS & valid_BS
+        position_BS = index % slots
+        if document_BS is not None:
+            begins_BS = document_BS != document_BS.roll(1, 1)
+            begins_BS[:, 0] = True
+            position_BS = position_BS - torch.where(begins_BS, position_BS, 0).cummax(1).values
+            ends_BS = begins_BS.roll(-1, 1)
+            # What follows the row is unknown here, so its last slot keeps its target.
+            ends_BS[:, -1] = False
+            target_mask_BS = target_mask_BS & ~ends_BS
+            target_BS = target_BS.masked_fill(ends_BS, 0)
         return cls(
             token_BS=token_BS,
             target_BS=target_BS,
-            target_mask_BS=valid_BS if target_mask_BS is None else target_mask_BS & valid_BS,
+            target_mask_BS=target_mask_BS,
             valid_BS=valid_BS,
-            position_BS=index % slots,
+            position_BS=position_BS,
             token_index_BS=index + first_sequence * slots,
+            document_BS=document_BS,
         )
 
     @property
@@ -67,15 +91,59 @@ class Batch:
 
     def sequence_info(self) -> SequenceInfo:
         """The part of the batch that layers may see."""
-        return SequenceInfo(position_BS=self.position_BS, token_index_BS=self.token_index_BS, valid_BS=self.valid_BS)
+        return SequenceInfo(
+            position_BS=self.position_BS,
+            token_index_BS=self.token_index_BS,
+            valid_BS=self.valid_BS,
+            document_BS=self.document_BS,
+        )
+
+    def ahead(self, depth: int) -> "Ahead":
+        """What multi-token prediction of this depth predicts. It needs whole rows: rows are shifted before they are
+        split over ranks."""
+        return Ahead(
+            token_BS=self._shifted(self.target_BS, depth - 1) * self._same_document(depth),
+            target_BS=self._shifted(self.target_BS, depth),
+            target_mask_BS=self._shifted(self.target_mask_BS, depth) & self._same_document(depth),
+        )
+
+    def _shifted(self, x_BS: Tensor, slots: int) -> Tensor:
+        """x of the slot so many to the right; zero where the row ends."""
+        return x_BS if slots == 0 else torch.nn.functional.pad(x_BS[:, slots:], (0, min(slots, x_BS.shape[1])))
+
+    def _same_document(self, slots: int) -> Tensor:
+        """Whether the slot so many to the right holds a token of the same document."""
+        valid_BS = self._shifted(self.valid_BS, slots)
+        if self.document_BS is None:
+            return valid_BS
+        return valid_BS & (self._shifted(self.document_BS, slots) == self.document_BS)
 
     def rows(self, start: int, stop: int) -> "Batch":
         """The sequences `start <= i < stop`."""
-        return Batch(**{name: value[start:stop] for name, value in vars(self).items()})
+        return self._each(lambda value: value[start:stop])
 
     def microbatches(self, size: int) -> "list[Batch]":
         """Execution microbatches of `size` sequences in order; the last one may be smaller."""
         return [self.rows(start, start + size) for start in range(0, self.num_sequences, size)]
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(**{name: value.to(device, non_blocking=True) for name, value in vars(self).items()})
+        return self._each(lambda value: value.to(device, non_blocking=True))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        return replace(self, **{name: change(value) for name, value in vars(self).items() if value is not None})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """Inputs and targets of multi-token prediction of depth d, which at the slot of token t sees token t + d and
+    predicts token t + d + 1, all of one document.
+
+    Attributes:
+        token_BS: int64 tokens t + d; 0 where the document has none.
+        target_BS: int64 tokens t + d + 1; any legal id where the mask is False.
+        target_mask_BS: bool, which targets count.
+    """
+
+    token_BS: Tensor
+    target_BS: Tensor
+    target_mask_BS: Tensor

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moe_train.data.batch import Batch
+from moe_train.data.batch import Batch, document_numbers
 from moe_train.data.share import WHOLE, Share
 from moe_train.errors import MoeTrainError
 
@@ -40,17 +40,26 @@ class WindowSource:
     """Non-overlapping windows of one long token sequence, in another order every epoch.
 
     A window has S input slots; its targets are the same tokens shifted by one. The last window may be shorter and is
-    padded. Every token but the first is a target exactly once per epoch.
+    padded. Every token but the first is a target exactly once per epoch, unless documents are kept apart.
 
     Args:
         tokens: int32, at least two.
         sequence_length: S.
         batch_sequences: sequences of a batch; the last batch of an epoch holds what is left.
         seed: of the order. None keeps the order of the text, in every epoch.
+        end_of_document: the token that ends a document, to keep the documents (or pieces of them) that share a window
+            apart: none sees another, positions begin at 0 in each, and its last token has no target. None lets a window
+            be one document, whatever is in it.
     """
 
     def __init__(
-        self, tokens: npt.NDArray[np.int32], *, sequence_length: int, batch_sequences: int, seed: int | None
+        self,
+        tokens: npt.NDArray[np.int32],
+        *,
+        sequence_length: int,
+        batch_sequences: int,
+        seed: int | None,
+        end_of_document: int | None = None,
     ) -> None:
         if tokens.size < 2:
             raise MoeTrainError(f"a token source needs at least 2 tokens, got {tokens.size}")
@@ -58,6 +67,7 @@ class WindowSource:
         self._sequence_length = sequence_length
         self._batch_sequences = batch_sequences
         self._seed = seed
+        self._end_of_document = end_of_document
         self._epoch = 0
         self._position = 0
         self._order = self._epoch_order()
@@ -116,12 +126,19 @@ class WindowSource:
         slot_BS = numbers[:, None] * length + np.arange(length)
         last = self._tokens.size - 1
         valid_BS = slot_BS < last
-        token_BS = self._tokens[np.minimum(slot_BS, last)]
-        target_BS = self._tokens[np.minimum(slot_BS + 1, last)]
+        token_BS = torch.from_numpy(self._tokens[np.minimum(slot_BS, last)].astype(np.int64))
+        target_BS = torch.from_numpy(self._tokens[np.minimum(slot_BS + 1, last)].astype(np.int64))
+        document_BS = mask_BS = None
+        if self._end_of_document is not None:
+            mask_BS = token_BS != self._end_of_document
+            document_BS = document_numbers(token_BS, self._end_of_document)
+            target_BS = target_BS * mask_BS
         return Batch.from_rows(
-            torch.from_numpy(token_BS.astype(np.int64)),
-            torch.from_numpy(target_BS.astype(np.int64)),
+            token_BS,
+            target_BS,
             torch.from_numpy(valid_BS),
+            mask_BS,
+            document_BS=document_BS,
             first_sequence=start,
         )
 

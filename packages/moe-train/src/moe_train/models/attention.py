@@ -3,6 +3,8 @@
 Shape legend: B sequences, S slots, D model, H query heads, G key/value heads, F features of a head.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +17,11 @@ class Attention(nn.Module):
     """Projections and normalisation around an `AttentionCore`; head counts follow from the weights' shapes.
 
     Args:
-        qk_norm_eps: epsilon of the RMSNorm over each query and key head; None leaves it out.
+        qk_norm: RMSNorm of queries and keys before the rotation: over each head, over all features, or none.
+        norm_eps: its epsilon.
+        qkv_bias: query, key and value projections have a bias.
+        window: tokens that a token sees; None is all before it.
+        softmax_factor: on the scale of the softmax, `head_features ** -0.5`.
     """
 
     def __init__(
@@ -26,29 +32,39 @@ class Attention(nn.Module):
         head_features: int,
         core: AttentionCore,
         *,
-        qk_norm_eps: float | None,
+        qk_norm: Literal["none", "head", "all"],
+        norm_eps: float,
+        qkv_bias: bool = False,
+        window: int | None = None,
+        softmax_factor: float = 1.0,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.head_features = head_features
         self.core = core
-        self.q_proj = nn.Linear(model_features, num_heads * head_features, bias=False, dtype=dtype)
-        self.k_proj = nn.Linear(model_features, num_kv_heads * head_features, bias=False, dtype=dtype)
-        self.v_proj = nn.Linear(model_features, num_kv_heads * head_features, bias=False, dtype=dtype)
-        self.o_proj = nn.Linear(num_heads * head_features, model_features, bias=False, dtype=dtype)
+        self.window = window
+        self.scale = softmax_factor * head_features**-0.5
+        query, key_value = num_heads * head_features, num_kv_heads * head_features
+        self.q_proj = nn.Linear(model_features, query, bias=qkv_bias, dtype=dtype)
+        self.k_proj = nn.Linear(model_features, key_value, bias=qkv_bias, dtype=dtype)
+        self.v_proj = nn.Linear(model_features, key_value, bias=qkv_bias, dtype=dtype)
+        self.o_proj = nn.Linear(query, model_features, bias=False, dtype=dtype)
+        self.norm_heads = qk_norm == "head"
         self.q_norm = self.k_norm = None
-        if qk_norm_eps is not None:
-            self.q_norm = RMSNorm(head_features, qk_norm_eps, dtype=dtype)
-            self.k_norm = RMSNorm(head_features, qk_norm_eps, dtype=dtype)
+        if qk_norm != "none":
+            self.q_norm = RMSNorm(head_features if self.norm_heads else query, norm_eps, dtype=dtype)
+            self.k_norm = RMSNorm(head_features if self.norm_heads else key_value, norm_eps, dtype=dtype)
 
     def forward(self, x_BSD: Tensor, info: SequenceInfo, rope: tuple[Tensor, Tensor]) -> Tensor:
         """Attention output [B, S, D]; `rope` holds cosine and sine of the positions in `info`."""
         heads = (*x_BSD.shape[:2], -1, self.head_features)
-        q_BSHF = self.q_proj(x_BSD).view(heads)
-        k_BSGF = self.k_proj(x_BSD).view(heads)
+        q, k = self.q_proj(x_BSD), self.k_proj(x_BSD)
         v_BSGF = self.v_proj(x_BSD).view(heads)
+        if self.norm_heads:
+            q, k = q.view(heads), k.view(heads)
         if self.q_norm is not None and self.k_norm is not None:
-            q_BSHF, k_BSGF = self.q_norm(q_BSHF), self.k_norm(k_BSGF)
-        out_BSHF = self.core(apply_rope(q_BSHF, *rope), apply_rope(k_BSGF, *rope), v_BSGF, info)
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BSHF, k_BSGF = apply_rope(q.view(heads), *rope), apply_rope(k.view(heads), *rope)
+        out_BSHF = self.core(q_BSHF, k_BSGF, v_BSGF, info, scale=self.scale, window=self.window)
         out_BSD: Tensor = self.o_proj(out_BSHF.flatten(2))
         return out_BSD

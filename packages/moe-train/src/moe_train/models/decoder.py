@@ -1,26 +1,25 @@
-"""The decoder family: embedding, layers, norm, output projection.
+"""The decoder: embedding, layers, norm, layers of multi-token prediction, output projection.
 
 Shape legend: B sequences, S slots, D model, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_kernels.experts import GroupedExperts
+from moe_kernels.cross_entropy import cross_entropy
+from moe_kernels.losses import inject_gradient
 from moe_kernels.norm import RMSNorm
 from moe_kernels.rope import rope_tables
-from moe_memory.initialise import InitRule, normal, ones
 from moe_memory.recompute import ActivationPolicy, run_unit
 from moe_parallel import SequenceInfo
 from moe_parallel.pipeline.chunk import Segment
-from moe_train.models.attention import Attention
-from moe_train.models.block import Block
+from moe_train.models.build import BuildBlock, build_block, build_mtp_layer
 from moe_train.models.config import DecoderConfig
-from moe_train.models.moe import MoELayer
 from moe_train.models.router import Router
 from moe_train.models.spec import ModelParts
 from moe_train.models.statistics import RouterStatistics
@@ -47,34 +46,54 @@ class DecoderContext:
     Attributes:
         info, scale: of the microbatch.
         rope: rotary tables of its positions.
-        statistics: of the layers so far.
+        statistics: of the routers so far.
+        losses: further terms of the loss, with the weights of the step and without coefficient, detached.
     """
 
     info: SequenceInfo
     scale: MicrobatchScale | None
     rope: tuple[Tensor, Tensor]
     statistics: list[RouterStatistics] = field(default_factory=list)
+    losses: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Decoder(nn.Module):
     """A decoder-only Transformer; it knows no rank and no backend.
 
     Parameters are uninitialised, on the current default device. Input and output embedding are one parameter where the
-    configuration ties them.
+    configuration ties them. Layers of multi-token prediction run in training only; their losses join the objective
+    where they are computed.
+
+    Args:
+        block: makes a layer from the configuration, its number and the parts; called as `Block` is, it returns features
+            and the statistics of its router, or None.
     """
 
-    def __init__(self, config: DecoderConfig, vocab_size: int, parts: ModelParts) -> None:
+    def __init__(
+        self, config: DecoderConfig, vocab_size: int, parts: ModelParts, *, block: BuildBlock = build_block
+    ) -> None:
         super().__init__()
-        self.rotary_features = config.head_features
-        self.rope_base = config.rope_base
+        self.config = config
         self.dtype = parts.dtype
         self.activations: ActivationPolicy = parts.activations
         self.embedding = nn.Embedding(vocab_size, config.model_features, dtype=parts.dtype)
-        self.layers = nn.ModuleList(build_block(config, layer, parts) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(block(config, layer, parts) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.model_features, config.norm_eps, dtype=parts.dtype)
+        self.mtp = nn.ModuleList(
+            build_mtp_layer(config, depth, parts, block=block) for depth in range(config.mtp_layers)
+        )
         self.head = None
         if not config.tied_embeddings:
             self.head = nn.Linear(config.model_features, vocab_size, bias=False, dtype=parts.dtype)
+
+    @property
+    def depths(self) -> int:
+        """Tokens that are predicted beyond the next one."""
+        return len(self.mtp)
+
+    def routers(self) -> Sequence[Router]:
+        """Of all layers that have one, in the order of their statistics in training."""
+        return [module for module in self.modules() if isinstance(module, Router)]
 
     def forward(self, token_BS: Tensor, info: SequenceInfo, scale: MicrobatchScale | None = None) -> DecoderOutput:
         """Run the model on an execution microbatch; `scale` attaches the balance losses (training only)."""
@@ -85,69 +104,61 @@ class Decoder(nn.Module):
 
     def context(self, info: SequenceInfo, scale: MicrobatchScale | None) -> DecoderContext:
         """What the segments of one forward need besides their input."""
-        rope = rope_tables(info.position_BS, self.rotary_features, self.rope_base, self.dtype)
+        config = self.config
+        rope = rope_tables(info.position_BS, config.rotary_features, config.rope_base, self.dtype, config.yarn)
         return DecoderContext(info=info, scale=scale, rope=rope)
 
     def segments(self) -> list[Segment[DecoderContext]]:
-        """The forward in pieces: tokens to features, each layer, features to logits."""
+        """The forward in pieces: tokens to features, each layer, the norm, each depth of prediction, the logits."""
 
         def piece(name: str, run: Callable[[Tensor, DecoderContext], Tensor], *modules: str) -> Segment[DecoderContext]:
             prefixes = tuple(f"{module}." for module in modules)
             return Segment(name, tuple(n for n, _ in self.named_parameters() if n.startswith(prefixes)), run)
 
+        layers = [piece(f"layers.{i}", partial(self._layer, i), f"layers.{i}") for i in range(len(self.layers))]
+        # The output projection belongs to the first segment that uses it.
+        mtp = [
+            piece(f"mtp.{depth}", partial(self._predict, depth), f"mtp.{depth}", *(("head",) if depth == 0 else ()))
+            for depth in range(self.depths)
+        ]
         return [
             piece("embedding", lambda token_BS, _: self.embedding(token_BS), "embedding"),
-            *(
-                piece(f"layers.{index}", partial(self._layer, index), f"layers.{index}")
-                for index in range(len(self.layers))
-            ),
-            piece("head", self._head, "norm", "head"),
+            *layers,
+            piece("norm", lambda x_BSD, _: self.norm(x_BSD), "norm"),
+            *mtp,
+            piece("head", lambda x_BSD, _: self._head(x_BSD), *(() if mtp else ("head",))),
         ]
 
     def _layer(self, index: int, x_BSD: Tensor, context: DecoderContext) -> Tensor:
         arguments = (x_BSD, context.info, context.rope, context.scale)
         x_BSD, statistics = run_unit(self.activations, f"layers.{index}", self.layers[index], *arguments)
-        context.statistics.append(statistics)
+        if statistics is not None:
+            context.statistics.append(statistics)
         return x_BSD
 
-    def _head(self, x_BSD: Tensor, context: DecoderContext) -> Tensor:
-        x_BSD = self.norm(x_BSD)
+    def _predict(self, depth: int, x: Tensor, context: DecoderContext) -> Tensor:
+        """One depth of multi-token prediction: the model's features to themselves, with its loss attached.
+
+        Between two depths x is [B, S, 2D], the model's features and those of the depth before side by side.
+        """
+        if context.scale is None:
+            return x
+        features = x.shape[-1] // min(depth + 1, 2)
+        x_BSD, h_BSD = x[..., :features], x[..., -features:]
+        target = context.scale.ahead[depth]
+        arguments = (h_BSD, self.embedding(target.ahead.token_BS), context.info, context.rope, context.scale)
+        h_BSD, statistics = run_unit(self.activations, f"mtp.{depth}", self.mtp[depth], *arguments)
+        if statistics is not None:
+            context.statistics.append(statistics)
+        loss_T = cross_entropy(
+            self._head(h_BSD).flatten(0, 1),
+            target.ahead.target_BS.flatten(),
+            valid_T=target.ahead.target_mask_BS.flatten(),
+        )
+        loss = (loss_T * target.target_weight_T).sum() / self.depths
+        context.losses["mtp"] = context.losses.get("mtp", 0) + loss.detach()
+        y = x_BSD if depth + 1 == self.depths else torch.cat((x_BSD, h_BSD), -1)
+        return inject_gradient(y, loss, self.config.mtp_weight)
+
+    def _head(self, x_BSD: Tensor) -> Tensor:
         return F.linear(x_BSD, self.embedding.weight) if self.head is None else self.head(x_BSD)
-
-
-def build_block(config: DecoderConfig, layer: int, parts: ModelParts) -> Block:
-    """One layer from the configuration and the parts behind the seams."""
-    attention = Attention(
-        config.model_features,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_features,
-        parts.attention,
-        qk_norm_eps=config.norm_eps if config.qk_norm else None,
-        dtype=parts.dtype,
-    )
-    router = Router(
-        config.num_experts, config.model_features, config.router, config.balance, layer=layer, dtype=parts.dtype
-    )
-    experts = GroupedExperts(
-        config.num_experts // parts.expert_parallel,
-        config.model_features,
-        config.expert_features,
-        activation=config.activation,
-        backend=parts.grouped_gemm,
-        dtype=parts.dtype,
-    )
-    moe = MoELayer(router, parts.dispatcher, experts)
-    return Block(config.model_features, attention, moe, norm_eps=config.norm_eps, dtype=parts.dtype)
-
-
-def decoder_init_rules(config: DecoderConfig) -> list[tuple[str, InitRule]]:
-    """Initial values by global name."""
-    std = config.init_std
-    residual = normal(std / (2 * config.num_layers) ** 0.5)
-    return [
-        ("*norm.weight", ones()),
-        ("*.o_proj.weight", residual),
-        ("*.experts.w2_EFD", residual),
-        ("*", normal(std)),
-    ]

@@ -21,7 +21,7 @@ def _build(config: DecoderConfig, vocab_size: int, parts: ModelParts) -> "Causal
 
 
 def _init_rules(config: DecoderConfig) -> "Sequence[tuple[str, InitRule]]":
-    from moe_train.models.decoder import decoder_init_rules
+    from moe_train.models.build import decoder_init_rules
 
     return decoder_init_rules(config)
 

@@ -1,6 +1,7 @@
 """Parameters and FLOPs of a model, counted from its configuration. Imports nothing heavy."""
 
 from dataclasses import dataclass
+from math import prod
 
 from moe_train.models.config import DecoderConfig
 
@@ -13,22 +14,23 @@ class ModelCosts:
         parameters: all parameters.
         active_parameters: parameters that one token meets: all but the experts it did not choose.
         embedding_parameters: of the input embedding, which is looked up and not multiplied; 0 where it is tied.
-        matmul_parameters: parameters that multiply one token in a matrix product.
-        attention_features: layers * heads * head_features, the width of attention over all layers.
+        matmul_parameters: parameters that multiply one token in a matrix product, once for each product.
+        attention_features: the sum over layers of heads * head_features, where a head of queries and keys is not as
+            wide as one of values the mean of both.
     """
 
     parameters: int
     active_parameters: int
     embedding_parameters: int
     matmul_parameters: int
-    attention_features: int
+    attention_features: float
 
     def flops_published(self, context_tokens: int) -> int:
         """Training FLOPs per token as published: 6 (active - input embedding) + 12 layers heads head_features context.
 
-        No causal discount.
+        No causal discount, none for a sliding window.
         """
-        return 6 * (self.active_parameters - self.embedding_parameters) + 12 * self.attention_features * context_tokens
+        return 6 * (self.active_parameters - self.embedding_parameters) + self._attention(context_tokens)
 
     def flops_matmul(self, context_tokens: int) -> int:
         """Training FLOPs per token of the matrix products alone, attention over the whole context included.
@@ -36,27 +38,98 @@ class ModelCosts:
         6 matmul_parameters + 12 layers heads head_features context, what torch's FLOP counter counts under the math
         attention backend.
         """
-        return 6 * self.matmul_parameters + 12 * self.attention_features * context_tokens
+        return 6 * self.matmul_parameters + self._attention(context_tokens)
+
+    def _attention(self, context_tokens: int) -> int:
+        return int(12 * self.attention_features * context_tokens)
+
+
+@dataclass
+class _Sum:
+    """Parameters of layers: all, those that one token meets, and those of them that are matrices of a product."""
+
+    all: int = 0
+    active: int = 0
+    matmul: int = 0
+
+    def matrix(self, *sizes: int, copies: int = 1, used: int = 1) -> None:
+        """A matrix of this size; `used` of its `copies` multiply a token."""
+        self.all += prod(sizes) * copies
+        self.active += prod(sizes) * used
+        self.matmul += prod(sizes) * used
+
+    def vector(self, size: int) -> None:
+        self.all += size
+        self.active += size
 
 
 def decoder_costs(config: DecoderConfig, vocab_size: int) -> ModelCosts:
-    """Counts of the decoder family."""
-    width, layers = config.model_features, config.num_layers
-    query, key_value = config.num_heads * config.head_features, config.num_kv_heads * config.head_features
-    attention = 2 * width * query + 2 * width * key_value
-    router = width * config.num_experts
-    expert = 3 * width * config.expert_features
-    norms = 2 * width + (2 * config.head_features if config.qk_norm else 0)
+    """Counts of the decoder, layers of multi-token prediction included."""
+    width = config.model_features
+    total = _Sum()
+    for layer in range(config.num_layers + config.mtp_layers):
+        _add_attention(total, config)
+        _add_feed_forward(total, config, layer)
+        # Before each of the two parts.
+        total.vector(2 * width)
+    for _ in range(config.mtp_layers):
+        total.matrix(2 * width, width)
+        total.vector(3 * width)
+    total.vector(width)
     embedding = vocab_size * width
-    head = 0 if config.tied_embeddings else embedding
-
-    def total(experts: int) -> int:
-        return layers * (attention + router + experts * expert + norms) + width + embedding + head
-
+    # The output projection is used once more for each depth of multi-token prediction.
+    total.matmul += (1 + config.mtp_layers) * embedding
+    stored = embedding if config.tied_embeddings else 2 * embedding
+    query_key, value = _head_widths(config)
     return ModelCosts(
-        parameters=total(config.num_experts),
-        active_parameters=total(config.router.top_k),
+        parameters=total.all + stored,
+        active_parameters=total.active + stored,
         embedding_parameters=0 if config.tied_embeddings else embedding,
-        matmul_parameters=layers * (attention + router + config.router.top_k * expert) + embedding,
-        attention_features=layers * query,
+        matmul_parameters=total.matmul,
+        attention_features=(config.num_layers + config.mtp_layers) * config.num_heads * (query_key + value) / 2,
     )
+
+
+def _head_widths(config: DecoderConfig) -> tuple[int, int]:
+    """Of queries and keys, of values."""
+    if config.attention == "latent":
+        return config.head_features + config.latent.rotary_features, config.latent.value_features
+    return config.head_features, config.head_features
+
+
+def _add_attention(total: _Sum, config: DecoderConfig) -> None:
+    width, heads = config.model_features, config.num_heads
+    if config.attention == "latent":
+        latent, (query_key, value) = config.latent, _head_widths(config)
+        if latent.query_features is not None:
+            total.matrix(width, latent.query_features)
+            total.vector(latent.query_features)
+        total.matrix(latent.query_features or width, heads * query_key)
+        total.matrix(width, latent.kv_features + latent.rotary_features)
+        total.vector(latent.kv_features)
+        total.matrix(latent.kv_features, heads * (config.head_features + value))
+        total.matrix(heads * value, width)
+        return
+    query, key_value = heads * config.head_features, config.num_kv_heads * config.head_features
+    for features in (query, query, key_value, key_value):
+        total.matrix(width, features)
+    if config.qkv_bias:
+        total.vector(query + 2 * key_value)
+    total.vector({"none": 0, "head": 2 * config.head_features, "all": query + key_value}[config.qk_norm])
+
+
+def _add_feed_forward(total: _Sum, config: DecoderConfig, layer: int) -> None:
+    width = config.model_features
+    if config.is_dense(layer):
+        total.matrix(3, width, config.dense_features or 0)
+        return
+    total.matrix(width, config.num_experts)
+    experts_width = width
+    if config.moe_latent_features is not None:
+        experts_width = config.moe_latent_features
+        total.matrix(2, width, experts_width)
+    total.matrix(3, experts_width, config.expert_features, copies=config.num_experts, used=config.router.top_k)
+    if config.shared_features is not None:
+        total.matrix(3, width, config.shared_features)
+    if config.shared_gate:
+        total.matrix(width)

@@ -1,12 +1,14 @@
-"""The Mixture-of-Experts layer: where router, dispatcher and experts meet, each behind its Protocol.
+"""The Mixture-of-Experts layer: where router, dispatcher, experts and shared expert meet, each behind its Protocol.
 
 The layer is a list of steps over an explicit state, tagged by what they occupy; `forward` runs the list. It names no
-backend. Shape legend: B sequences, S slots, T = B*S tokens, D model, K choices, R rows after dispatch, E experts.
+backend. Shape legend: B sequences, S slots, T = B*S tokens, D model, L latent
+(equal to D unless the routed experts work at another width), K choices, R rows after dispatch, E experts.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from moe_comm import Parcel, Plan, TokenDispatcher
@@ -40,28 +42,63 @@ class MoEState:
     plan: Plan = field(init=False)
     parcel: Parcel = field(init=False)
     in_flight: Pending[Parcel] = field(init=False)
+    shared_TD: Tensor = field(init=False)
     y_TD: Tensor = field(init=False)
 
 
+class SharedExpert(nn.Module):
+    """The expert that every token meets.
+
+    Args:
+        mlp: computes it.
+        gate: [1, D], whose sigmoid weighs it for each token; None weighs it by one.
+    """
+
+    def __init__(self, mlp: nn.Module, gate: nn.Linear | None) -> None:
+        super().__init__()
+        self.mlp = mlp
+        self.gate = gate
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        y_TD: Tensor = self.mlp(x_TD)
+        return y_TD if self.gate is None else torch.sigmoid(self.gate(x_TD)) * y_TD
+
+
 class MoELayer(nn.Module):
-    """y_t = sum over the chosen experts e of p_te * expert_e(x_t) (numerics §5).
+    """y_t = sum over the chosen experts e of p_te * expert_e(x_t), plus shared(x_t) (numerics §5).
 
     Args:
         router: chooses experts.
         dispatcher: moves tokens to the ranks of their experts and back.
         experts: computes on rows that are grouped by local expert.
+        shared: the shared expert; None leaves it out.
+        latent_down, latent_up: projections [L, D] before dispatch and [D, L] after combine, between which the routed
+            experts work at the width L; None where that is D.
     """
 
-    def __init__(self, router: Router, dispatcher: TokenDispatcher[Any], experts: ExpertCompute) -> None:
+    def __init__(
+        self,
+        router: Router,
+        dispatcher: TokenDispatcher[Any],
+        experts: ExpertCompute,
+        *,
+        shared: SharedExpert | None = None,
+        latent_down: nn.Linear | None = None,
+        latent_up: nn.Linear | None = None,
+    ) -> None:
         super().__init__()
         self.router = router
         self.dispatcher = dispatcher
         self.experts = experts
+        self.shared = shared
+        self.latent_down = latent_down
+        self.latent_up = latent_up
         self.steps = (
             Step("route", StepKind.COMPUTE, self._route),
             Step("plan", StepKind.EXCHANGE, self._plan),
             Step("prepare", StepKind.COMPUTE, self._prepare),
             Step("exchange", StepKind.EXCHANGE, self._exchange),
+            *(() if shared is None else (Step("shared", StepKind.COMPUTE, self._shared),)),
             Step("experts", StepKind.COMPUTE, self._experts),
             Step("exchange_return", StepKind.EXCHANGE, self._exchange_return),
             Step("merge", StepKind.COMPUTE, self._merge),
@@ -70,7 +107,7 @@ class MoELayer(nn.Module):
     def forward(
         self, x_BSD: Tensor, valid_BS: Tensor, scale: MicrobatchScale | None, replay: Replay
     ) -> tuple[Tensor, RouterStatistics]:
-        """Output [B, S, D] and what the router did; padding tokens give zero."""
+        """Output [B, S, D] and what the router did; padding tokens meet no routed expert."""
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
         state = MoEState(x_TD=x_TD, valid_T=valid_BS.reshape(-1), scale=scale, replay=replay)
         run_steps(self.steps, state)
@@ -97,12 +134,20 @@ class MoELayer(nn.Module):
         state.replay.remember("plan", state.plan)
 
     def _prepare(self, state: MoEState) -> None:
-        state.parcel = self.dispatcher.prepare(state.plan, state.x_TD, state.probs_TK)
-        del state.x_TD, state.probs_TK
+        x_TL = state.x_TD if self.latent_down is None else self.latent_down(state.x_TD)
+        state.parcel = self.dispatcher.prepare(state.plan, x_TL, state.probs_TK)
+        del state.probs_TK
+        if self.shared is None:
+            del state.x_TD
 
     def _exchange(self, state: MoEState) -> None:
         state.in_flight = self.dispatcher.exchange(state.plan, state.parcel)
         del state.parcel
+
+    def _shared(self, state: MoEState) -> None:
+        assert self.shared is not None
+        state.shared_TD = self.shared(state.x_TD)
+        del state.x_TD
 
     def _experts(self, state: MoEState) -> None:
         dispatched = self.dispatcher.arrange(state.plan, state.in_flight.wait())
@@ -115,8 +160,12 @@ class MoELayer(nn.Module):
         del state.parcel
 
     def _merge(self, state: MoEState) -> None:
-        state.y_TD = self.dispatcher.merge(state.plan, state.in_flight.wait())
+        y_TL = self.dispatcher.merge(state.plan, state.in_flight.wait())
         del state.in_flight
+        state.y_TD = y_TL if self.latent_up is None else self.latent_up(y_TL)
+        if self.shared is not None:
+            state.y_TD = state.y_TD + state.shared_TD
+            del state.shared_TD
 
 
 def _statistics(state: MoEState) -> RouterStatistics:

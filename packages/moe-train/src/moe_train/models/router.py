@@ -3,11 +3,14 @@
 Shape legend: T tokens here, D model, E experts, K choices per token, M balance microbatches, G segments.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_kernels import Routing, internal_dtype
+from moe_kernels import Routing, internal_dtype, update_expert_bias
 from moe_kernels.config import RouterConfig
 from moe_kernels.losses import balance_loss, global_balance_loss, inject_gradient, plain_choices, z_loss
 from moe_kernels.routing import route, scores
@@ -19,8 +22,14 @@ class Router(nn.Module):
     """Gate of one layer. The weight [E, D] stays in the internal dtype, whatever the model computes in.
 
     Args:
-        layer: number of the layer, the row of the load window that belongs to it.
+        name: of the layer.
+        row: its place among the layers with a router, and so the row of the load window that belongs to it.
+
+    Attributes:
+        bias_E: the expert bias, a buffer in the internal dtype under every move and cast; None where it is not used.
     """
+
+    bias_E: Tensor | None
 
     def __init__(
         self,
@@ -29,20 +38,38 @@ class Router(nn.Module):
         config: RouterConfig,
         balance: BalanceConfig,
         *,
-        layer: int,
+        name: str,
+        row: int,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, model_features, dtype=internal_dtype(dtype)))
         self.config = config
         self.balance = balance
-        self.layer = layer
-        self.name = f"layers.{layer}"
+        self.name = name
+        self.row = row
+        bias_E = None if balance.bias_rate is None else torch.zeros(num_experts, dtype=internal_dtype(dtype))
+        self.register_buffer("bias_E", bias_E)
 
     def forward(self, x_TD: Tensor, valid_T: Tensor, ids_TK: Tensor | None) -> tuple[Routing, Tensor]:
         """Routing and logits [T, E]; `ids_TK` repeats earlier choices, with probabilities from the logits of now."""
         logits_TE = F.linear(x_TD.to(self.weight.dtype), self.weight)
-        return route(logits_TE, self.config, valid_T=valid_T, ids_TK=ids_TK), logits_TE
+        routing = route(logits_TE, self.config, bias_E=self.bias_E, valid_T=valid_T, ids_TK=ids_TK)
+        return routing, logits_TE
+
+    def update_bias(self, counts_E: Tensor) -> None:
+        """Move the expert bias, if there is one, against the load of an optimizer step, counted over all ranks."""
+        if self.bias_E is not None and self.balance.bias_rate:
+            update_expert_bias(self.bias_E, counts_E, self.balance.bias_rate, recentred=self.balance.bias_recentred)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Router":
+        """As every module's `to`, `half` and so on, which move the bias and do not cast it: what a cast to bfloat16
+        takes from it no later cast brings back."""
+        bias_E = self.bias_E
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if bias_E is not None and self.bias_E is not None and self.bias_E.dtype != bias_E.dtype:
+            self.bias_E = bias_E.to(self.bias_E.device)
+        return self
 
     def balanced(self, routing: Routing, logits_TE: Tensor, scale: MicrobatchScale) -> tuple[Tensor, dict[str, Tensor]]:
         """The probabilities with the gradients of the balance losses attached, and the value of each loss.
@@ -77,7 +104,7 @@ class Router(nn.Module):
         if balance.glob > 0 and scale.window is not None:
             loss = global_balance_loss(
                 scores_TE,
-                scale.window.counts_LE[self.layer],
+                scale.window.counts_LE[self.row],
                 scale.window.num_tokens,
                 scale.num_tokens,
                 self.config.top_k,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from moe_train.models.statistics import RouterStatistics
     from moe_train.scale import MicrobatchScale
 
-MODEL_INTERFACE_VERSION = 1
+MODEL_INTERFACE_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +57,40 @@ class ModelOutput(Protocol):
     def statistics(self) -> "RouterStatistics": ...
 
 
+class RouterLayer(Protocol):
+    """A layer that chooses experts, as the trainer sees it.
+
+    Attributes:
+        name: of the layer, unique in the model.
+        bias_E: the expert bias, in the internal dtype; None where there is none.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def bias_E(self) -> "Tensor | None": ...
+
+    def update_bias(self, counts_E: "Tensor") -> None:
+        """Move the bias, if there is one, by the choices of an optimizer step over all ranks (numerics §3)."""
+
+
 class CausalModel(Protocol):
     """What the trainer needs of a module beyond being one.
 
     The forward is also available in segments over a context, so that gradients can be reported layer by layer: `x =
-    token_BS`, then `x = segment.run(x, context)` for each, after which `x` is `logits_BSV` and `context.statistics` the
-    list of the layers' `RouterStatistics`.
+    token_BS`, then `x = segment.run(x, context)` for each, after which `x` is `logits_BSV`, `context.statistics` the
+    list of `RouterStatistics`, one for each of `routers()` in their order, and `context.losses` further terms of the
+    loss by name, weighted as `scale` says, without coefficient and detached.
+
+    Attributes:
+        depths: tokens that are predicted beyond the next one in training (`MicrobatchScale.ahead`).
     """
+
+    @property
+    def depths(self) -> int: ...
+
+    def routers(self) -> "Sequence[RouterLayer]": ...
 
     def train(self, mode: bool = True) -> Any: ...
 
@@ -86,7 +113,7 @@ class ModelSpec:
         name: the value of `model.kind` that selects it.
         interface_version: the version of this seam that it was written for.
         config: frozen keyword-only dataclass with `kind: Literal[name]` and `problems() -> list[Problem]`; it has the
-            fields `num_layers`, `num_experts` and `router: RouterConfig`.
+            fields `num_experts`, `router: RouterConfig` and `balance: BalanceConfig`.
         available: None if it can be built here, else the reason.
         build: (config, vocabulary size, parts) to the module, a `CausalModel`.
         init_rules: (config) to (pattern of global names, rule) pairs; the first match wins.

@@ -1,7 +1,7 @@
 """Router statistics: what one forward reports about its routing. They are results, never hidden state.
 
 A layer returns them beside its output, so a recomputed forward cannot count twice and evaluation cannot leak into
-training. Shape legend: L layers, E experts.
+training. Shape legend: L layers with a router, E experts.
 """
 
 from collections.abc import Sequence
@@ -38,22 +38,22 @@ class RouterStatistics:
         """Of all layers, from those of each."""
         return cls(**{name: torch.stack([getattr(layer, name) for layer in layers]) for name in cls.__annotations__})
 
-    def summed(self, loss: Tensor, groups: Groups) -> "tuple[RouterStatistics, Tensor]":
-        """Statistics and loss of all ranks that see different tokens, from those of each; one collective for both.
+    def summed(self, losses: Tensor, groups: Groups) -> "tuple[RouterStatistics, Tensor]":
+        """Statistics and losses of all ranks that see different tokens, from those of each; one collective for both.
 
         They travel as float64, in which every count below 2**53 is exact.
         """
         group = groups.group("cp", "dp")
         if group is None:
-            return self, loss
-        tensors = {**vars(self), "loss": loss}
+            return self, losses
+        tensors = {**vars(self), "losses": losses}
         packed = torch.cat([tensor.flatten().to(torch.float64) for tensor in tensors.values()])
         parts = torch.split(all_reduce(packed, group).wait(), [tensor.numel() for tensor in tensors.values()])
         found = {
             name: part.view(tensor.shape).to(torch.float64 if tensor.is_floating_point() else tensor.dtype)
             for (name, tensor), part in zip(tensors.items(), parts, strict=True)
         }
-        total = found.pop("loss")
+        total = found.pop("losses")
         return RouterStatistics(**found), total
 
     def __add__(self, other: "RouterStatistics") -> "RouterStatistics":

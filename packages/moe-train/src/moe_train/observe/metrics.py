@@ -136,6 +136,14 @@ METRICS = (
         "small and steady; growth means that router logits drift",
     ),
     Metric(
+        "mtp_loss",
+        "",
+        "nats per token",
+        "Cross-entropy of the tokens beyond the next one (multi-token prediction); 0 where there is none.",
+        "mean over depths d of sum over their targets of -ln p_d(target) / N_d",
+        "near the loss, since each depth sees the token before the one it predicts; falls with it",
+    ),
+    Metric(
         "tokens",
         "",
         "tokens",

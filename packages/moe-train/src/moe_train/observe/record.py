@@ -29,6 +29,7 @@ class StepRecord:
     seq_loss: float
     global_loss: float
     z_loss: float
+    mtp_loss: float
     tokens: int
     skipped: bool
     step_seconds: float

@@ -198,6 +198,8 @@ def _charts(run: _Run) -> str:
         charts.append(_chart("Balance losses", definition, used, "loss", levels=[Level("balanced", 1.0)]))
     if any(y for _, y in run.points("z_loss")):
         charts.append(one("Router z-loss", "z_loss", "loss"))
+    if any(y for _, y in run.points("mtp_loss")):
+        charts.append(one("Tokens beyond the next one", "mtp_loss", "nats per token"))
     return f'<section><h2>Training</h2><div class="charts">{"".join(charts)}</div></section>'
 
 
@@ -231,7 +233,8 @@ def _experts(run: _Run, loads: LoadHistory) -> str:
     )
     parts = [
         "<section><h2>Experts</h2><figure><h3>Expert load, layer by expert</h3>"
-        f"<figcaption>Choices of each expert over the mean of its layer in step {loads.last_step}; 1.00 is balanced."
+        f"<figcaption>Choices of each expert over the mean of its layer in step {loads.last_step}; 1.00 is balanced. "
+        "Layers without experts are not counted; those that predict further tokens come last."
         '</figcaption><div class="legend"><span class="cold"><i class="box"></i>below the mean</span>'
         '<span class="hot"><i class="box"></i>above the mean</span>'
         '<span class="dead"><i class="box"></i>no token</span></div>'
