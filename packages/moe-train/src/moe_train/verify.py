@@ -103,12 +103,12 @@ def cases(config: TrainConfig, world: int, engines: Sequence[Engine] = ENGINES) 
 
 
 def sample(found: Sequence[Case], limit: int) -> list[Case]:
-    """At most `limit` cases in which as many values of ep, engine and accumulation occur as can."""
+    """At most `limit` cases in which as many values of ep, engine and accumulation occur as can, of ep first."""
     chosen: list[Case] = []
     rest = list(found)
     seen: set[object] = set()
     while rest and len(chosen) < limit:
-        best = max(rest, key=lambda case: len(_values(case) - seen))
+        best = max(rest, key=lambda case: (("ep", case.layout.ep) not in seen, len(_values(case) - seen)))
         rest.remove(best)
         chosen.append(best)
         seen |= _values(best)
