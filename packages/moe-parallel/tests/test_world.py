@@ -20,6 +20,7 @@ from moe_parallel import (
     gather_json,
     joined,
     run_distributed,
+    together,
 )
 from moe_parallel.testing import run_threads
 
@@ -223,3 +224,29 @@ def test_a_rank_that_dies_before_it_agrees_does_not_leave_the_others_waiting():
 
     with pytest.raises(MoeParallelError, match=r"rank 1 died with exit code 3; rank 0: all_gather in group world"):
         run_distributed(ParallelLayout(world=2), on_rank, timeout_s=20)
+
+
+@pytest.mark.dist
+def test_together_makes_a_failure_of_one_body_a_failure_of_all():
+    def on_rank(mesh):
+        done = []
+        try:
+            with together():
+                if mesh.rank("world") == 1:
+                    raise ValueError("disk full")
+                done.append(1)
+        except (ValueError, RankError) as error:
+            return type(error).__name__, str(error), done
+        return None
+
+    first, second = run_distributed(ParallelLayout(world=2), on_rank, timeout_s=10)
+    assert first == ("RankError", "rank 1: ValueError: disk full", [1])
+    assert second == ("ValueError", "disk full", [])
+
+
+def test_together_in_a_world_of_one_is_the_body():
+    with together():
+        value = 1
+    assert value == 1
+    with pytest.raises(ValueError, match="disk full"), together():
+        raise ValueError("disk full")

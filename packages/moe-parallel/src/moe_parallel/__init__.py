@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         agree as agree,
         gather_json as gather_json,
         joined as joined,
+        together as together,
     )
 
 # Public name to module. Loaded on first use, so that configuration and the command line work without importing torch.
@@ -79,6 +80,7 @@ _MODULE_OF = {
     "ShardSpec": "sharding",
     "Step": "steps",
     "StepKind": "steps",
+    "together": "world",
     "Topology": "topology",
 }
 

@@ -188,3 +188,14 @@ def agree(error: Exception | None, *, where: Sequence[str] = ()) -> None:
     failures = [f"rank {rank}: {words}" for rank, words in enumerate(said) if words is not None]
     if failures:
         raise RankError("; ".join(failures))
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """What fails in the body on one rank fails on all, as `agree` says. Collective, after the body."""
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    agree(failed)

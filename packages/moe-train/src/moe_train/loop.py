@@ -11,7 +11,7 @@ import torch
 
 from moe_kernels.replay import RouterReplay
 from moe_memory.measure import PeakMemory
-from moe_parallel import Groups, agree
+from moe_parallel import Groups, together
 from moe_train.assemble import Training, assemble
 from moe_train.choices import StepChoices, load_choices, save_choices
 from moe_train.config.tree import TrainConfig
@@ -48,16 +48,12 @@ def train(config: TrainConfig, run: RunDirectory, *, resume: bool, groups: Group
     training = assemble(config, groups)
     progress = restore(training, run) if resume else Progress.start(training)
     first = training.groups.rank("world") == 0
-    failed: Exception | None = None
     sinks: list[MetricSink] = []
     console: Console | None = None
-    try:
+    with together():
         if first:
             sinks = open_sinks(config.observe.sinks, run, progress.step)
             console = Console(config, training.costs, start_step=progress.step)
-    except Exception as error:
-        failed = error
-    agree(failed)
     try:
         _steps(training, run, progress, sinks, console)
         summary = _summary(training, progress)

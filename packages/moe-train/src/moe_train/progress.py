@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from moe_parallel import agree, gather_json
+from moe_parallel import gather_json, together
 from moe_train.assemble import Training
 from moe_train.checkpoint.load import latest_checkpoint, load_tensors, read_index
 from moe_train.checkpoint.save import save_checkpoint
@@ -78,12 +78,8 @@ def restore(training: Training, run: RunDirectory) -> Progress:
         raise MoeTrainError(f"ranks see different checkpoints in {run.checkpoints}: {seen}; it must be shared by all")
     if path is None:
         return Progress.start(training)
-    failed: Exception | None = None
-    try:
+    with together():
         progress, engine = _read(training, path)
-    except Exception as error:
-        failed = error
-    agree(failed)
     load_tensors(path, [*training.engine.state_tensors(), *bias_tensors(training.model)])
     training.engine.load_finished(engine)
     return progress

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moe_memory.data_parallel import StateTensor
-from moe_parallel import Box, agree, gather_json
+from moe_parallel import Box, gather_json, together
 from moe_train.checkpoint.format import (
     CheckpointError,
     Index,
@@ -54,16 +54,11 @@ def load_tensors(path: Path, targets: Iterable[StateTensor]) -> None:
             on any rank.
         RankError: one of these was found on another rank.
     """
-    failed: Exception | None = None
-    pieces: dict[str, list[_Piece]] = {}
     targets = list(targets)
     # A rank that owns nothing of a tensor does not name it: what the model has is what all ranks have together.
     everywhere = set().union(*gather_json([target.name for target in targets]))
-    try:
+    with together():
         pieces = _checked_pieces(path, targets, everywhere)
-    except Exception as error:
-        failed = error
-    agree(failed)
     # A file with the right hash and header has nothing left that could fail.
     with torch.no_grad():
         for name, inside in pieces.items():

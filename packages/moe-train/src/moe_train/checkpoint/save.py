@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_memory.data_parallel import StateTensor
-from moe_parallel import agree, gather_json
+from moe_parallel import gather_json, together
 from moe_train.checkpoint.format import (
     INDEX,
     CheckpointError,
@@ -115,15 +115,11 @@ def save_checkpoint(
 @contextmanager
 def _together(final: Path) -> Iterator[None]:
     """What fails in the body on one rank fails on all."""
-    failed: Exception | None = None
-    try:
-        yield
-    except OSError as error:
-        failed = CheckpointError(f"{final} cannot be written: {error}")
-        failed.__cause__ = error
-    except Exception as error:
-        failed = error
-    agree(failed)
+    with together():
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(f"{final} cannot be written: {error}") from error
 
 
 def _begin(directory: Path, working: Path, final: Path) -> None:

@@ -79,20 +79,16 @@ def _launch(options: argparse.Namespace, settings: Settings) -> int:
 
 
 def _train(options: argparse.Namespace, settings: Settings, config: TrainConfig, groups: "Groups", command: str) -> int:
-    from moe_parallel import agree, gather_json
+    from moe_parallel import gather_json, together
     from moe_train.loop import train
 
     rank = groups.rank("world")
     path: Path | None = None
-    failed: Exception | None = None
-    try:
+    with together():
         if rank == 0:
             resume, directory = options.resume, options.run_dir
             run = _resumable(directory, config) if resume else _new(directory, config, settings, command)
             path = run.path
-    except Exception as error:
-        failed = error
-    agree(failed)
     # Every rank goes where the first one has decided to.
     run = RunDirectory(Path(gather_json(None if path is None else str(path))[0]))
     if rank == 0:
