@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_comm import EXACT, AllToAllConfig, MoeCommError, Sizing, build_dispatcher, combine, dispatch
+from moe_comm import EXACT, AllToAllConfig, MoeCommError, Sizing, combine, dispatch
 from moe_comm.alltoall import PLUGIN, AllToAllDispatcher, AllToAllPlan
 from moe_comm.local import LocalDispatcher
 from moe_comm.testing import DispatcherConformance
@@ -25,7 +25,7 @@ HIDDEN, FFN = 6, 5
 class TestAllToAllConforms(DispatcherConformance):
     plugin = PLUGIN
     config = AllToAllConfig()
-    worlds = (1, 2, 3, 4)
+    worlds = (1, 2, 3, 4, (2, 1), (2, 2), (2, 3), (3, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,11 +315,3 @@ def test_rows_of_another_plan_are_refused():
         dispatcher.prepare_return(plan, torch.ones(3, 2))
     with pytest.raises(MoeCommError, match="carries probabilities"):
         dispatcher.arrange(plan, dispatcher.prepare_return(plan, torch.ones(2, 2)))
-
-
-def test_split_experts_are_refused_when_it_is_built():
-    def on_rank(rank, groups):
-        with pytest.raises(MoeCommError, match=r"with etp = 2 every expert is split over 2; set parallel\.etp = 1"):
-            build_dispatcher(AllToAllConfig(), AxisGroups({"etp": groups.group("world")}), 4)
-
-    run_threads(2, on_rank)

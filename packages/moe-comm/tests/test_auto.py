@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from moe_comm.alltoall import AllToAllDispatcher
-from moe_comm.config import AutoConfig
+from moe_comm.config import AutoConfig, LocalConfig
 from moe_comm.errors import MoeCommError
 from moe_comm.local import LocalDispatcher
 from moe_comm.registry import build_dispatcher
@@ -25,14 +25,25 @@ def test_several_ranks_get_the_all_to_all_and_the_log_says_why(caplog):
     assert all(isinstance(dispatcher, AllToAllDispatcher) for dispatcher in found)
     assert len(caplog.messages) == 3
     assert caplog.messages[0].startswith(
-        "dispatcher: alltoall, because dispatcher 'local' serves one expert-parallel rank, but ep = 3"
+        "dispatcher: alltoall, because dispatcher 'local' keeps all experts whole on one rank, but ep = 3"
     )
 
 
-def test_a_layout_that_none_can_serve_says_why_of_each():
-    class SplitExperts(AxisGroups):
-        def size(self, *axes):
-            return 2 if set(axes) & {"ep", "etp"} else 1
+def test_split_experts_get_the_all_to_all(caplog):
+    def on_rank(rank, groups):
+        return build_dispatcher(AutoConfig(), AxisGroups({"etp": groups.group("world")}), 6)
 
-    with pytest.raises(MoeCommError, match=r"no dispatcher can serve this layout: .*'local'.*'alltoall'.*etp = 2"):
-        build_dispatcher(AutoConfig(), SplitExperts(), 6)
+    with caplog.at_level(logging.INFO, "moe_comm"):
+        found = run_threads(2, on_rank)
+    assert all(isinstance(dispatcher, AllToAllDispatcher) for dispatcher in found)
+    assert "'local' keeps all experts whole on one rank, but etp = 2" in caplog.messages[0]
+
+
+def test_a_layout_that_none_can_serve_says_why_of_each(monkeypatch):
+    monkeypatch.setattr("moe_comm.auto._ORDER", (LocalConfig(), LocalConfig()))
+
+    def on_rank(rank, groups):
+        with pytest.raises(MoeCommError, match=r"no dispatcher can serve this layout: .*'local'.*ep = 2.*; .*'local'"):
+            build_dispatcher(AutoConfig(), groups, 6)
+
+    run_threads(2, on_rank)

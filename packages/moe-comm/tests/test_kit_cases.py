@@ -23,6 +23,35 @@ def test_expected_rows_by_hand(monkeypatch):
     assert expected_rows(case, 1) == [[], [Row(0, 0, 0)]]
 
 
+def test_expected_rows_where_experts_are_split_by_hand(monkeypatch):
+    # One expert at each of two places, shared by two ranks; the four ranks have a token each.
+    ids = [torch.tensor([[1]]), torch.tensor([[0]]), torch.tensor([[0]]), torch.tensor([[1]])]
+    case = Case(name="by hand", tokens=(1, 1, 1, 1), etp=2, local_experts=1, top_k=1)
+    monkeypatch.setattr(Case, "inputs", lambda self, rank: _given(ids[rank]))
+    assert case.num_experts == 2
+    assert expected_rows(case, 0) == expected_rows(case, 1) == [[Row(1, 0, 0), Row(2, 0, 0)]]
+    assert expected_rows(case, 2) == expected_rows(case, 3) == [[Row(0, 0, 0), Row(3, 0, 0)]]
+
+
+def test_shares_sum_to_one_and_differ():
+    for etp in (1, 2, 3, 4):
+        case = Case(name="shares", tokens=(1,) * (2 * etp), etp=etp)
+        shares = [case.share(rank) for rank in range(2 * etp)]
+        assert shares[:etp] == shares[etp:]
+        assert len(set(shares[:etp])) == etp
+        assert sum(shares[:etp]) == 1
+
+
+def test_edge_cases_of_a_block():
+    for case in [
+        *edge_cases((2, 3), hidden=6, largest_top_k=None),
+        *random_cases((2, 3), 5, hidden=6, largest_top_k=8),
+    ]:
+        assert (case.etp, case.world) == (2, 6)
+        assert case.num_experts == 3 * case.local_experts
+        assert all((case.inputs(rank).ids_TK < case.num_experts).all() for rank in range(6))
+
+
 def _given(ids_TK):
     x_TD = torch.ones(len(ids_TK), 1, dtype=torch.float64)
     return Inputs(x_TD=x_TD, ids_TK=ids_TK, probs_TK=torch.ones(ids_TK.shape).double(), grad_TD=x_TD, num_experts=4)

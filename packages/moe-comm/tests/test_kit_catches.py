@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 from acme_dispatch import PLUGIN, AcmeConfig, AcmeDispatcher
 
-from moe_comm import Dispatched, Parcel
+from moe_comm import AllToAllConfig, Dispatched, Parcel, alltoall, reorder
+from moe_comm.alltoall import AllToAllDispatcher
+from moe_comm.exchange import exchange
 from moe_comm.testing import DispatcherConformance
 from moe_parallel import MoeParallelError, Pending
 
@@ -210,6 +212,91 @@ def kit(dispatcher, world):
 def test_r128_a_fault_is_caught(dispatcher, rule, message):
     with pytest.raises((AssertionError, MoeParallelError), match=message):
         getattr(kit(dispatcher, 2), rule)(2)
+
+
+class ForgetsTheSumOverTheSharers(AllToAllDispatcher):
+    """Brings home this rank's part of the sum alone."""
+
+    def exchange_return(self, plan, parcel):
+        begin = sum(plan.shared.receive_rows[: self._shard])
+        mine = parcel.rows[begin : begin + plan.shared.send_rows[0]]
+        return exchange(Parcel(rows=mine), plan.splits.reversed(), "combine")
+
+
+class SumsProbabilityGradientsOfItsOwnExpertsAlone(AllToAllDispatcher):
+    """Probabilities of the other sharers' rows arrive without their way back."""
+
+    def exchange(self, plan, parcel):
+        received = super().exchange(plan, parcel).wait()
+        begin = sum(plan.shared.receive_rows[: self._shard])
+        row_C = torch.arange(len(received.rows))
+        mine_C = (row_C >= begin) & (row_C < begin + plan.shared.send_rows[0])
+        probs = torch.where(mine_C, received.probs, received.probs.detach())
+        return Pending.completed(Parcel(rows=received.rows, probs=probs))
+
+
+class AveragesTheSharers(AllToAllDispatcher):
+    def merge(self, plan, received):
+        return super().merge(plan, received) / self._etp
+
+
+class SharesNothing(AllToAllDispatcher):
+    """Each of the ranks that share an expert computes the rows of its own shard alone."""
+
+    def __init__(self, groups, num_experts):
+        super().__init__(groups, num_experts)
+        self._sharers, self._etp, self._shard, self._block = None, 1, 0, self._group
+
+
+def split_kit(dispatcher, world=(2, 2)):
+    def build(config, groups, num_experts):
+        return dispatcher(groups, num_experts)
+
+    members = {"plugin": replace(alltoall.PLUGIN, build=build), "config": AllToAllConfig(), "worlds": (world,)}
+    return type("Kit", (DispatcherConformance,), members)()
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "rule", "message"),
+    [
+        (ForgetsTheSumOverTheSharers, "test_identity", "off by"),
+        (ForgetsTheSumOverTheSharers, "test_dense_reference", "output: off by"),
+        (ForgetsTheSumOverTheSharers, "test_r042_every_row_meets_its_expert", "off by"),
+        (ForgetsTheSumOverTheSharers, "test_dispatch_and_combine_are_adjoint", "backward of"),
+        (SumsProbabilityGradientsOfItsOwnExpertsAlone, "test_dense_reference", "gradient of probabilities: off by"),
+        (SumsProbabilityGradientsOfItsOwnExpertsAlone, "test_dtypes_and_sizes", "gradient of probabilities"),
+        (AveragesTheSharers, "test_identity", "off by"),
+        (AveragesTheSharers, "test_dispatch_and_combine_are_adjoint", "backward of"),
+        (SharesNothing, "test_conservation", "counts"),
+        (SharesNothing, "test_row_order", "counts without padding"),
+        (SharesNothing, "test_dense_reference", "off by"),
+    ],
+)
+def test_r128_a_fault_of_split_experts_is_caught(dispatcher, rule, message):
+    with pytest.raises(AssertionError, match=message):
+        getattr(split_kit(dispatcher), rule)((2, 2))
+
+
+def test_r128_rows_ordered_by_sharer_before_place_are_caught(monkeypatch):
+    """Every row is at its expert, but the ranks that share it are taken one after another."""
+
+    def by_arrival(counts_SWE, ends_E, **sizes):
+        return reorder.by_expert(counts_SWE.flatten(0, 1).unsqueeze(0), ends_E, **sizes)
+
+    monkeypatch.setattr(alltoall, "by_expert", by_arrival)
+    kit = split_kit(AllToAllDispatcher)
+    kit.test_conservation((2, 2))
+    kit.test_dense_reference((2, 2))
+    with pytest.raises(AssertionError, match="rows: values differ"):
+        kit.test_row_order((2, 2))
+
+
+def test_r128_split_experts_that_are_served_must_be_tested():
+    with pytest.raises(AssertionError, match=r"serves etp up to any, but `worlds` has no pair"):
+        split_kit(AllToAllDispatcher, 2).test_split_experts_are_tested_where_they_are_served()
+    split_kit(AllToAllDispatcher).test_split_experts_are_tested_where_they_are_served()
+    with pytest.raises(AssertionError, match="`worlds` has etp = 2, but the dispatcher keeps whole experts"):
+        kit(AcmeDispatcher, (2, 1)).test_split_experts_are_tested_where_they_are_served()
 
 
 @pytest.mark.parametrize(

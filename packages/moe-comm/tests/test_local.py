@@ -76,8 +76,11 @@ def test_no_tokens_is_an_ordinary_case(row_multiple):
 
 def test_more_than_one_rank_is_refused_when_it_is_built():
     def on_rank(rank, groups):
-        with pytest.raises(MoeCommError, match=r"one expert-parallel rank, but ep = 2; .*comm\.kind.*parallel\.ep = 1"):
-            PLUGIN.build(LocalConfig(), groups, 4)
+        for axis in ("ep", "etp"):
+            several = AxisGroups({axis: groups.group("world")})
+            words = rf"whole on one rank, but {axis} = 2; .*comm\.kind.*parallel\.{axis} = 1"
+            with pytest.raises(MoeCommError, match=words):
+                PLUGIN.build(LocalConfig(), several, 4)
         return True
 
     assert run_threads(2, on_rank) == [True, True]

@@ -104,7 +104,20 @@ def test_the_largest_number_of_ranks_is_respected(tmp_path, monkeypatch):
     config = DISPATCHERS.get("acme-allgather").config()
 
     def on_rank(rank, groups):
-        with pytest.raises(MoeCommError, match="at most 8 expert-parallel ranks, but ep = 9"):
+        with pytest.raises(MoeCommError, match="serves ep up to 8, but ep = 9"):
             build_dispatcher(config, groups, 9)
 
     run_threads(9, on_rank)
+
+
+def test_a_plugin_that_does_not_speak_of_split_experts_is_refused_for_them(tmp_path, monkeypatch):
+    """It was written before there were any; without the refusal every rank would answer with a part of the sum."""
+    install_acme(tmp_path, monkeypatch)
+    config = DISPATCHERS.get("acme-allgather").config()
+
+    def on_rank(rank, groups):
+        words = r"serves etp up to 1, but etp = 2; .*comm\.kind.*parallel\.etp"
+        with pytest.raises(MoeCommError, match=words):
+            build_dispatcher(config, AxisGroups({"etp": groups.group("world")}), 4)
+
+    run_threads(2, on_rank)

@@ -9,12 +9,14 @@ import torch.distributed as dist
 
 from moe_comm import MoeCommError, TrafficEntry, combine, dispatch, note_traffic, record_traffic
 from moe_comm.alltoall import AllToAllDispatcher
+from moe_comm.testing.harness import split_groups
 from moe_comm.traffic import (
     alltoall_bytes,
     bytes_per_row,
     expected_rows,
     metadata_bytes,
     rows_by_rank,
+    shared_rows,
 )
 from moe_kernels import Routing, internal_dtype
 from moe_parallel import AxisGroups, LinkClass, Topology
@@ -61,6 +63,63 @@ def test_the_ledger_holds_what_the_routing_says(world, dtype):
             assert entry.sent_bytes == alltoall_bytes(entry.leg, rank, rows, hidden=hidden, dtype=dtype)
 
 
+SPLIT_LEGS = (
+    "dispatch",
+    "gather",
+    "scatter",
+    "combine",
+    "combine_backward",
+    "scatter_backward",
+    "gather_backward",
+    "dispatch_backward",
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("etp", "ep"), [(2, 1), (2, 2), (2, 3), (3, 1)])
+def test_the_ledger_holds_what_the_routing_says_where_experts_are_split(etp, ep, dtype):
+    num_experts, hidden, block = 3 * ep, 5, etp * ep
+
+    def on_rank(rank, groups):
+        dispatcher = AllToAllDispatcher(split_groups(rank, groups, etp), num_experts)
+        with record_traffic() as ledger:
+            step(dispatcher, ids[rank], num_experts, hidden, dtype)
+        return ledger.entries
+
+    ids = [uneven_ids(rank, block, num_experts, 2) for rank in range(block)]
+    rows = [rows_by_rank(ids_TK, num_experts, ep) for ids_TK in ids]
+    for rank, entries in enumerate(run_threads(block, on_rank)):
+        place, shard = divmod(rank, etp)
+        wanted = [("metadata", rank, tuple(range(block)), (metadata_bytes(num_experts, ep),) * block)]
+        for leg in SPLIT_LEGS:
+            if "gather" in leg or "scatter" in leg:
+                sent = alltoall_bytes(leg, shard, shared_rows(rows, place, etp), hidden=hidden, dtype=dtype)
+                wanted.append((leg, shard, tuple(range(place * etp, place * etp + etp)), sent))
+            elif ep > 1:
+                sent = alltoall_bytes(leg, place, rows[shard::etp], hidden=hidden, dtype=dtype)
+                wanted.append((leg, place, tuple(range(shard, block, etp)), sent))
+        assert [(entry.leg, entry.rank, entry.members, entry.sent_bytes) for entry in entries] == wanted
+
+
+@pytest.mark.parametrize(("etp", "dtype"), [(2, torch.float32), (2, torch.bfloat16), (1, torch.bfloat16)])
+def test_rows_cross_machines_once_however_many_ranks_share_an_expert(etp, dtype):
+    """Two places on a machine each; the bytes between machines are those of the rows, the copies stay inside."""
+    topology = Topology.regular(2 * etp, ranks_per_node=etp)
+
+    def on_rank(rank, groups):
+        dispatcher = AllToAllDispatcher(split_groups(rank, groups, etp), 4)
+        with record_traffic() as ledger:
+            step(dispatcher, torch.tensor([[0, 3], [2, 3], [1, -1]]), 4, 8, dtype)
+        return ledger.bytes_by_link(topology, "dispatch"), ledger.bytes_by_link(topology, "gather")
+
+    row_bytes = bytes_per_row("dispatch", 8, dtype)
+    for rank, (dispatched, gathered) in enumerate(run_threads(2 * etp, on_rank)):
+        place = rank // etp
+        assert dispatched[LinkClass.NETWORK] == (3, 2)[place] * row_bytes
+        assert dispatched[LinkClass.NVLINK] == gathered[LinkClass.NETWORK] == 0
+        assert gathered[LinkClass.NVLINK] == (etp - 1) * 2 * (2, 3)[place] * row_bytes
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_the_ledger_counts_what_torch_distributed_is_given(world, dtype, monkeypatch):
@@ -105,8 +164,8 @@ def test_uniform_routing_costs_what_is_expected(world, ranks_per_node, top_k):
     with record_traffic() as ledger:
         rows = rows_by_rank(ids_TK, num_experts, world)
         sent_bytes = tuple(count * bytes_per_row("dispatch", 16, torch.bfloat16) for count in rows)
-        note_traffic(TrafficEntry(leg="dispatch", rank=rank, sent_bytes=sent_bytes))
-    by_link = ledger.bytes_by_link(topology, range(world))
+        note_traffic(TrafficEntry(leg="dispatch", rank=rank, members=tuple(range(world)), sent_bytes=sent_bytes))
+    by_link = ledger.bytes_by_link(topology)
     per_token = {link: total / (tokens * (16 * 2 + 4)) for link, total in by_link.items()}
     assert per_token[LinkClass.NETWORK] == pytest.approx(expected.network, rel=0.03)
     assert per_token[LinkClass.NVLINK] == pytest.approx(expected.nvlink, rel=0.1)
@@ -132,6 +191,11 @@ def test_rows_and_bytes_by_hand():
     rows = ((1, 2), (3, 4))
     assert alltoall_bytes("dispatch", 0, rows, hidden=1, dtype=torch.float32) == (8, 16)
     assert alltoall_bytes("combine", 0, rows, hidden=1, dtype=torch.float32) == (4, 12)
+    assert shared_rows([(1, 2), (3, 4), (5, 6), (7, 8)], 1, 2) == [[8, 8], [12, 12]]  # of shards 0 and 1 to place 1
+    assert alltoall_bytes("gather", 1, [[8, 8], [12, 12]], hidden=1, dtype=torch.float32) == (96, 96)
+    assert alltoall_bytes("gather_backward", 1, [[8, 8], [12, 12]], hidden=1, dtype=torch.float32) == (64, 96)
+    assert alltoall_bytes("scatter", 1, [[8, 8], [12, 12]], hidden=1, dtype=torch.float32) == (32, 48)
+    assert alltoall_bytes("scatter_backward", 1, [[8, 8], [12, 12]], hidden=1, dtype=torch.float32) == (48, 48)
     with pytest.raises(MoeCommError, match="not sent in rows"):
         bytes_per_row("metadata", 8, torch.float32)
 
@@ -140,18 +204,16 @@ def test_links_by_hand():
     """A group of ranks 1, 2 and 5 of six, two machines of three ranks: only rank 5 is on the other machine."""
     topology = Topology.regular(6, ranks_per_node=3)
     with record_traffic() as ledger:
-        note_traffic(TrafficEntry(leg="dispatch", rank=1, sent_bytes=(10, 20, 40)))
-        note_traffic(TrafficEntry(leg="combine", rank=1, sent_bytes=(1, 2, 4)))
-    by_link = ledger.bytes_by_link(topology, (1, 2, 5))
+        note_traffic(TrafficEntry(leg="dispatch", rank=1, members=(1, 2, 5), sent_bytes=(10, 20, 40)))
+        note_traffic(TrafficEntry(leg="combine", rank=1, members=(1, 2, 5), sent_bytes=(1, 2, 4)))
+    by_link = ledger.bytes_by_link(topology)
     assert by_link == {LinkClass.SELF: 22, LinkClass.NVLINK: 11, LinkClass.NODE: 0, LinkClass.NETWORK: 44}
-    assert ledger.bytes_by_link(topology, (1, 2, 5), leg="combine")[LinkClass.NETWORK] == 4
+    assert ledger.bytes_by_link(topology, leg="combine")[LinkClass.NETWORK] == 4
     assert (ledger.leaving_bytes(), ledger.leaving_bytes("dispatch")) == (55, 50)
-    with pytest.raises(MoeCommError, match="between 3 ranks, but a group of 2 was named"):
-        ledger.bytes_by_link(topology, (1, 2))
 
 
 def entry(leg="dispatch"):
-    return TrafficEntry(leg=leg, rank=0, sent_bytes=(1, 2))
+    return TrafficEntry(leg=leg, rank=0, members=(0, 1), sent_bytes=(1, 2))
 
 
 def test_ledgers_nest_and_close():

@@ -33,7 +33,7 @@ def reference(experts: GroupedExperts, rows_RD: Tensor, probs_R: Tensor, counts:
             x_D, p = rows_RD[row], probs_R[row]
             if experts.probs_on == "input":
                 x_D, p = x_D * p, torch.ones_like(p)
-            gate_F, up_F = (x_D @ experts.w1_EDF[expert]).chunk(2)
+            gate_F, up_F = (x_D @ experts.w1_ED2F[expert].flatten(1)).chunk(2)
             outputs.append(p * ((act(gate_F) * up_F) @ experts.w2_EFD[expert]))
             row += 1
     return torch.stack(outputs + [rows_RD.new_zeros(8)] * (rows_RD.shape[0] - row))
@@ -45,7 +45,7 @@ def test_r076_each_placement_follows_its_formula(activation: Any, probs_on: Prob
     experts = build(activation=activation, probs_on=probs_on)
     rows_RD = torch.randn(CASE.num_rows, 8, dtype=torch.float64, requires_grad=True)
     probs_R = torch.rand(CASE.num_rows, dtype=torch.float64, requires_grad=True)
-    leaves = (rows_RD, probs_R, experts.w1_EDF, experts.w2_EFD)
+    leaves = (rows_RD, probs_R, experts.w1_ED2F, experts.w2_EFD)
     weight_RD = torch.randn(CASE.num_rows, 8, dtype=torch.float64)
     got = experts(rows_RD, probs_R, CASE.offsets_E())
     expected = reference(experts, rows_RD, probs_R, CASE.counts)
@@ -120,10 +120,33 @@ def test_r130_two_steps_in_poisoned_memory_agree(dtype: torch.dtype) -> None:
 def test_parameters_are_uninitialised_and_described() -> None:
     experts = GroupedExperts(3, 8, 6, backend=select_grouped_gemm("loop", torch.float32, "cpu"), device="meta")
     assert {name: tuple(p.shape) for name, p in experts.named_parameters()} == {
-        "w1_EDF": (3, 8, 12),
+        "w1_ED2F": (3, 8, 2, 6),
         "w2_EFD": (3, 6, 8),
     }
     assert "3, 8, 6" in repr(experts)
+
+
+@pytest.mark.parametrize("probs_on", ["activation", "output"])
+def test_r060_inner_features_may_be_split_and_the_parts_added_up(probs_on: ProbsOn) -> None:
+    """Two ranks with some of the inner features each, as expert tensor parallelism has it, against one with all."""
+    whole = build(torch.float64, probs_on=probs_on)
+    rows_RD = torch.randn(12, 8, dtype=torch.float64, requires_grad=True)
+    probs_R = torch.rand(12, dtype=torch.float64, requires_grad=True)
+    offsets_E = torch.tensor([3, 3, 10, 12], dtype=torch.int32)
+    grad_RD = torch.randn(12, 8, dtype=torch.float64)
+    expected = whole(rows_RD, probs_R, offsets_E)
+    total, grads = torch.zeros_like(expected), [torch.zeros_like(rows_RD), torch.zeros_like(probs_R)]
+    for features in (slice(0, 2), slice(2, 6)):
+        part = build(torch.float64, probs_on=probs_on)
+        part.w1_ED2F.data = whole.w1_ED2F.detach()[..., features].clone()
+        part.w2_EFD.data = whole.w2_EFD.detach()[:, features].clone()
+        y_RD = part(rows_RD, probs_R, offsets_E)
+        total += y_RD.detach()
+        for grad, more in zip(grads, torch.autograd.grad(y_RD, [rows_RD, probs_R], grad_RD), strict=True):
+            grad += more
+    torch.testing.assert_close(total, expected.detach())
+    for grad, other in zip(grads, torch.autograd.grad(expected, [rows_RD, probs_R], grad_RD), strict=True):
+        torch.testing.assert_close(grad, other)
 
 
 def test_a_fake_step_counts_the_flops_of_six_products() -> None:
@@ -147,7 +170,7 @@ def test_the_whole_layer_equals_mixtral_of_transformers(dtype: torch.dtype) -> N
         torch.nn.init.normal_(parameter)
     experts = build(dtype)
     with torch.no_grad():
-        experts.w1_EDF.copy_(block.experts.gate_up_proj.transpose(1, 2))
+        experts.w1_ED2F.copy_(block.experts.gate_up_proj.transpose(1, 2).reshape(4, 8, 2, 6))
         experts.w2_EFD.copy_(block.experts.down_proj.transpose(1, 2))
     x_TD = torch.randn(30, 8, dtype=dtype, requires_grad=True)
     grad_TD = torch.randn(30, 8, dtype=dtype)

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from moe_memory import Fsdp, MemoryConfig, OptimConfig, Zero1, activation_policy, build_engine, run_unit
 from moe_memory.data_parallel.units import find_units
 from moe_memory.testing import DataParallelConformance, RanksConformance
-from moe_memory.testing.reference import CONFIG, KEEP_INTERNAL, SmallMoE, step_tokens
+from moe_memory.testing.model import SmallMoE
+from moe_memory.testing.reference import CONFIG, KEEP_INTERNAL, step_tokens
 from moe_memory.testing.session import Session
 from moe_parallel import AxisGroups, ParallelLayout, ParameterKind, run_distributed
 
@@ -47,7 +48,7 @@ def test_units_of_a_model_with_layers():
         unit
         for number in range(2)
         for unit in (
-            (tuple(f"layers.{number}.experts.{n}" for n in ("w1_EDF", "b1_EF", "gain_E")), "expert", False),
+            (tuple(f"layers.{number}.experts.{n}" for n in ("w1_EDF", "b1_EF", "gain_E", "w2_EDF")), "expert", False),
             ((f"layers.{number}.norm_D", f"layers.{number}.router.weight_ED"), "dense", False),
         )
     ]
@@ -55,6 +56,8 @@ def test_units_of_a_model_with_layers():
         (("embedding.weight_VD",), "dense", True),
         *layers,
         (("head.weight_FD",), "dense", True),
+        (("columns.up_DF", "columns.out_VD"), "dense", True),
+        (("gate.weight_VD",), "dense", True),
     ]
 
 
@@ -126,22 +129,18 @@ def test_a_rank_holds_its_shards_only_between_steps():
 def test_recompute_of_a_unit_gives_the_same_gradients(dtype):
     """The second forward of a layer runs in the backward, with weights that have been gathered once more."""
 
-    def loss_of(model, token_N, policy):
-        share, shares = model.edp
-        token_N = token_N[share::shares]
-        x_ND = model.embedding(token_N)
-        rows = [
-            run_unit(policy, "layer", lambda _, *inputs, f=layer: f(*inputs), x_ND, token_N) for layer in model.layers
-        ]
-        return model.head(torch.cat(rows)).square().sum()
-
     def work(groups):
         found = []
         for name in ("none", "full"):
             engine = Fsdp(CONFIG, groups, compute_dtype=dtype, keep_internal=KEEP_INTERNAL)
             session = Session(engine, groups, dtype, seed=1)
+            policy = activation_policy(name)
+
+            def run(layer, *inputs, policy=policy):
+                return run_unit(policy, "layer", lambda _, *inputs: layer(*inputs), *inputs)
+
             for number, token_N in enumerate(step_tokens(0, 2)):
-                loss_of(session.model, token_N, activation_policy(name)).backward()
+                session.model(token_N, run=run).backward()
                 session.report(last=number == 1)
             engine.finish()
             found.append({part.name: part.tensor.clone() for part in engine.gradient_tensors()})

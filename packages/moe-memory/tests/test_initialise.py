@@ -1,6 +1,8 @@
 """Initial values depend on seed, global name and global shape, and on nothing else (numerics §7)."""
 
 from dataclasses import replace
+from itertools import product
+from math import prod
 
 import pytest
 import torch
@@ -215,6 +217,56 @@ def test_r095_a_rank_draws_its_experts_and_no_others(rank):
         expected = whole[name][3 * rank : 3 * rank + 3] if name in EXPERTS else whole[name]
         assert torch.equal(parameter, expected)
     refuses(r"w1 has shape \(6, 16, 24\) here; .* leaves \(3, 16, 24\)", specs=specs, groups=Half())
+
+
+def test_a_dim_that_parts_rows_changes_no_value_and_no_block(monkeypatch):
+    """Gate and up projection [2, F, D] as one matrix [2F, D]; a box has rows of both."""
+    monkeypatch.setattr("moe_memory.initialise._UNIT_ELEMENTS", 16 * 7)
+    matrix = drawn(spec_of("gate_up", (40, 16)), Box.whole((40, 16)), normal(1.0))
+    spec = spec_of("gate_up", (2, 20, 16))
+    assert torch.equal(drawn(spec, Box.whole((2, 20, 16)), normal(1.0)), matrix.view(2, 20, 16))
+    part = drawn(spec, Box((0, 5, 2), (2, 10, 9)), normal(1.0))
+    assert torch.equal(part, matrix.view(2, 20, 16)[:, 5:15, 2:11])
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 3, "etp": 2, "ep": 3}, {"tp": 8, "etp": 4, "ep": 1}])
+def test_r095_ranks_of_tp_and_etp_draw_exactly_their_boxes_of_one_draw(sizes, monkeypatch):
+    """Rows, columns, vocabularies that no degree divides (the last parts shorter or empty), and copies."""
+    monkeypatch.setattr("moe_memory.initialise._UNIT_ELEMENTS", 16 * 7)  # parts end inside blocks of rows
+    placements = {
+        "embedding": (("tp", 0),),
+        "head": (("tp", 1),),
+        "w1": (("ep", 0), ("etp", 2)),
+        "w2": (("etp", 1), ("ep", 0)),
+        "bias": (("ep", 0), ("etp", 0)),
+    }
+    shapes = SHAPES | {"head": (5, 48), "embedding": (10, 16)}
+    specs = {
+        name: replace(spec_of(name, shape), placements=placements.get(name, ()), uneven=True)
+        for name, shape in shapes.items()
+    }
+    whole = initialised(shapes, RULES)
+    drawn = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    for place in product(*map(range, sizes.values())):
+        coordinates = dict(zip(sizes, place, strict=True))
+
+        class Place(AxisGroups):
+            def size(self, *axes):
+                return sizes[axes[0]]
+
+            def rank(self, *axes, coordinates=coordinates):
+                return coordinates[axes[0]]
+
+        boxes = {name: local_box(spec, Place()) for name, spec in specs.items()}
+        model = model_of({name: box.shape for name, box in boxes.items()})
+        initialise(model, specs, RULES, 3, Place())
+        for name, box in boxes.items():
+            index = tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
+            assert torch.equal(model.get_parameter(name), whole[name][index])
+            drawn[name][index] += 1
+    ranks = prod(sizes.values())
+    for name, count in drawn.items():
+        assert (count == ranks // prod(sizes[axis] for axis, _ in placements.get(name, ()))).all()
 
 
 def test_a_rule_that_leaves_values_is_seen_in_poisoned_memory(poisoned):

@@ -7,7 +7,7 @@ import torch
 
 from moe_memory import Zero1
 from moe_memory.testing import RanksConformance
-from moe_parallel import Box, all_reduce
+from moe_parallel import Box, ParallelLayout, all_reduce
 
 pytestmark = pytest.mark.dist
 
@@ -44,7 +44,7 @@ class AveragesExperts(Zero1):
     def finish(self):
         super().finish()
         for bucket in self._buckets:
-            if bucket.kind.value == "expert":
+            if bucket.key.kind.value == "expert":
                 bucket.reduced.div_(self._groups.size("world"))
 
 
@@ -186,7 +186,7 @@ class LosesTheExpertsMoments(Zero1):
     def load_finished(self, values):
         super().load_finished(values)
         for bucket in self._buckets:
-            if bucket.kind.value == "expert":
+            if bucket.key.kind.value == "expert":
                 self._slots[id(bucket)]["exp_avg"][0].zero_()
 
 
@@ -223,8 +223,8 @@ def kit(engine):
     def build(self, config, groups, *, compute_dtype, keep_internal):
         return engine(config, groups, compute_dtype=compute_dtype, keep_internal=keep_internal, bucket_bytes=500)
 
-    layouts = {"layouts": ((4, 2, 4),), "small": ((4, 2, 4),)}
-    return type("Kit", (RanksConformance,), {"build": build} | layouts)()
+    layout = (ParallelLayout(world=4, ep=2), 4)
+    return type("Kit", (RanksConformance,), {"build": build, "layouts": (layout,), "small": (layout,)})()
 
 
 STEPS = "test_ranks_agree_with_a_plain_loop"

@@ -59,17 +59,30 @@ def test_build_engine_builds_what_the_configuration_names():
     assert model.norm.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("axis", "name"), [("tp", "router"), ("etp", "w_EDF"), ("ep", "w_EDF")])
-def test_a_parameter_that_others_hold_too_is_refused(axis, name):
-    """Its gradient would lack the sum over them, and a checkpoint would have it twice."""
+@pytest.mark.parametrize(
+    ("name", "kind", "placements", "axis", "legal"),
+    [
+        ("router", ParameterKind.DENSE, (), "cp", "tp"),  # summed already
+        ("router", ParameterKind.DENSE, (("tp", 0),), "tp", "none"),  # parts of different elements
+        ("w_EDF", ParameterKind.EXPERT, (("ep", 0),), "tp", "etp"),  # of the other view
+    ],
+)
+def test_a_sum_over_ranks_without_copies_is_refused(name, kind, placements, axis, legal):
+    model = Layer()
+    shape = tuple(model.get_parameter(name).shape)
+    spec = ShardSpec(name=name, shape=shape, kind=kind, placements=placements, grad_sum_axes=(axis,))
+    with pytest.raises(MoeMemoryError, match=f"{name} sums its gradient over {axis}; .* {legal} here"):
+        Zero1(OptimConfig(), AxisGroups(), compute_dtype=torch.float32).wrap(model, specs_of(model) | {name: spec})
 
-    class Two(AxisGroups):
-        def size(self, *axes):
-            return 2 if axis in axes else 1
 
-    engine = Zero1(OptimConfig(), Two(), compute_dtype=torch.float32)
-    with pytest.raises(MoeMemoryError, match=f"the 2 ranks of {axis} hold the same part of {name}"):
-        engine.wrap(Layer(), specs_of(Layer()))
+def test_finish_twice_is_refused():
+    """Partial gradients would be summed twice."""
+    engine, model = started()
+    model().backward()
+    report(engine, model)
+    engine.finish()
+    with pytest.raises(MoeMemoryError, match=r"finish\(\) was called before"):
+        engine.finish()
 
 
 def test_a_sharded_parameter_is_refused_and_not_saved_as_if_it_were_whole():

@@ -92,7 +92,15 @@ def test_parameters_that_behave_alike_share_buckets_in_the_order_of_the_model():
     assert firsts == sorted(firsts)
     # w1_EDF has 4 * 5 * 7 float32 gradients, 560 bytes: alone.
     assert ("expert", True, ("layers.0.experts.w1_EDF",)) in buckets
-    assert ("dense", True, ("embedding.weight_VD", "head.weight_FD", "head.empty")) in buckets
+    decayed = (
+        "embedding.weight_VD",
+        "head.weight_FD",
+        "head.empty",
+        "columns.up_DF",
+        "columns.out_VD",
+        "gate.weight_VD",
+    )
+    assert ("dense", True, decayed) in buckets
 
 
 def test_a_shared_parameter_is_waited_for_by_every_module_that_has_it():

@@ -29,7 +29,7 @@ from moe_parallel import (
     run_distributed,
 )
 from moe_parallel._torch_compat import all_gather_into, reduce_scatter_into
-from moe_parallel.collectives import _start
+from moe_parallel.collectives import start
 
 RANKS = 2
 ELEMENTS = {"16 kB": 4_096, "4 MB": 1_048_576, "64 MB": 16_777_216}
@@ -100,7 +100,7 @@ def host_us(mesh: FoldedMesh) -> float:
     x, work = torch.ones(1), NoWork()
 
     def once() -> Tensor:
-        pending: Pending[Tensor] = _start("all_reduce", group, x, lambda: work)
+        pending: Pending[Tensor] = start("all_reduce", group, x, lambda: work)
         return pending.wait()
 
     def bare() -> Tensor:

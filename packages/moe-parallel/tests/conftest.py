@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from moe_parallel import AxisGroups
+from moe_parallel.testing import run_threads
+
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
@@ -23,3 +26,17 @@ def places_of():
             self.size, self.rank = layout.size, layout.coordinates(rank).get
 
     return PlacesOf
+
+
+@pytest.fixture
+def on_tp():
+    """`on_tp(ranks, fn)`: results of `fn(groups)` by rank, in threads whose groups have the axis `tp`."""
+
+    def run(ranks, fn):
+        def on_rank(_, groups):
+            world = groups.group("world")
+            return fn(AxisGroups({} if world is None else {"tp": world}))
+
+        return run_threads(ranks, on_rank)
+
+    return run

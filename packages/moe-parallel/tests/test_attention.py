@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moe_parallel import LocalAttention, MoeParallelError, SequenceInfo
+from moe_parallel import ContextSplit, LocalAttention, MoeParallelError, SequenceInfo
 
 
 def info(batch, slots, document_BS=None, context=None, valid=None):
@@ -114,15 +114,16 @@ def test_low_precision_is_as_good_as_its_rounding(dtype):
     assert (out.double() - expected).abs().max() <= 2 * plain
 
 
-class SplitOverFour:
+class GroupOfFour:
     def size(self):
         return 4
 
 
 def test_split_sequences_are_refused():
     q, k, v = tensors(6)
+    split = ContextSplit(group=GroupOfFour(), slot_CBS=torch.arange(20).view(4, 1, 5).expand(-1, 2, -1))
     with pytest.raises(MoeParallelError, match=r"split over 4 ranks; .*parallel\.cp = 1"):
-        LocalAttention()(q, k, v, info(2, 5, context=SplitOverFour()))
+        LocalAttention()(q, k, v, info(2, 5, context=split))
 
 
 def test_heads_that_do_not_divide_are_refused():

@@ -3,11 +3,14 @@
 import dataclasses
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 
 import moe_parallel
 from moe_parallel import ParallelConfig, Problem
+from moe_parallel.config import CpKind
+from moe_parallel.context.rules import KINDS
 
 
 def test_configuration_and_layout_do_not_import_torch():
@@ -22,7 +25,17 @@ def test_configuration_and_layout_do_not_import_torch():
 
 def test_the_config_is_frozen_and_keyword_only():
     config = ParallelConfig(ep=4)
-    assert dataclasses.asdict(config) == {"tp": 1, "cp": 1, "pp": 1, "ep": 4, "etp": 1, "timeout_s": 600.0}
+    assert dataclasses.asdict(config) == {
+        "tp": 1,
+        "cp": 1,
+        "pp": 1,
+        "ep": 4,
+        "etp": 1,
+        "sequence_parallel": True,
+        "cp_kind": "ring",
+        "cp_inner": 1,
+        "timeout_s": 600.0,
+    }
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.ep = 2
     with pytest.raises(TypeError):
@@ -35,6 +48,17 @@ def test_a_timeout_is_a_number_of_seconds(seconds):
     (problem,) = ParallelConfig(timeout_s=seconds).problems()
     assert str(problem) == f"parallel.timeout_s = {seconds!r}: a number of seconds is finite and above 0"
     assert ParallelConfig(timeout_s=0.5).problems() == ParallelConfig().problems() == []
+
+
+@pytest.mark.parametrize("kind", ["ring", "all_to_all", "gather"])
+def test_a_neighbourhood_is_of_hierarchical_context_parallelism_alone(kind):
+    (problem,) = ParallelConfig(cp=4, cp_kind=kind, cp_inner=2).problems()
+    assert str(problem) == f"parallel.cp_inner = 2: has no effect with parallel.cp_kind = {kind}; legal here: 1"
+    assert ParallelConfig(cp=4, cp_kind="hierarchical", cp_inner=2).problems() == []
+
+
+def test_the_kinds_of_the_configuration_are_those_that_there_are():
+    assert get_args(CpKind) == KINDS
 
 
 def test_every_public_name_can_be_reached():

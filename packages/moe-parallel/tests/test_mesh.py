@@ -14,7 +14,9 @@ from moe_parallel import (
     Groups,
     MoeParallelError,
     ParallelLayout,
+    ShardSpec,
     all_reduce,
+    gradient_axes,
     run_distributed,
 )
 from moe_parallel._torch_compat import fake_world
@@ -93,6 +95,89 @@ def test_a_gradient_reduction_never_takes_the_group_of_activations():
         assert mesh.group("cp", "dp") is mesh.group("dp", "cp")
         assert mesh.group("cp", "dp") is not mesh.group("cp")
         assert dist.get_process_group_ranks(mesh.group("cp", "dp")) == dist.get_process_group_ranks(mesh.group("cp"))
+
+
+# Members of `cp_inner` and `cp_outer` of every rank, by hand. In the second, ranks of one cp are two apart (tp is 2).
+CONTEXT = [
+    (
+        {"world": 4, "cp": 4},
+        2,
+        {0: ((0, 1), (0, 2)), 1: ((0, 1), (1, 3)), 2: ((2, 3), (0, 2)), 3: ((2, 3), (1, 3))},
+    ),
+    (
+        {"world": 12, "tp": 2, "cp": 6},
+        3,
+        {0: ((0, 2, 4), (0, 6)), 3: ((1, 3, 5), (3, 9)), 8: ((6, 8, 10), (2, 8)), 11: ((7, 9, 11), (5, 11))},
+    ),
+    (
+        {"world": 12, "tp": 2, "cp": 6},
+        2,
+        {0: ((0, 2), (0, 4, 8)), 3: ((1, 3), (3, 7, 11)), 8: ((8, 10), (0, 4, 8)), 11: ((9, 11), (3, 7, 11))},
+    ),
+    ({"world": 8, "cp": 4}, 2, {5: ((4, 5), (5, 7)), 6: ((6, 7), (4, 6))}),  # dp 2
+]
+
+
+@pytest.mark.parametrize(("degrees", "inner", "members"), CONTEXT)
+def test_neighbourhoods_of_context_parallelism(degrees, inner, members):
+    layout = ParallelLayout(**degrees)
+    for rank, of_rank in members.items():
+        with fake_world(rank=rank, world=layout.world):
+            mesh = FoldedMesh(layout, timeout_s=1, cp_inner=inner)
+            for axis, ranks in zip(("cp_inner", "cp_outer"), of_rank, strict=True):
+                assert tuple(dist.get_process_group_ranks(mesh.group(axis))) == ranks
+                assert (mesh.size(axis), mesh.rank(axis)) == (len(ranks), ranks.index(rank))
+                assert axis in mesh.group(axis).group_desc
+            assert mesh.rank("cp") == mesh.rank("cp_outer") * inner + mesh.rank("cp_inner")
+            assert mesh.size("cp") == mesh.size("cp_outer") * mesh.size("cp_inner")
+
+
+@pytest.mark.dist
+def test_the_two_groups_of_a_neighbourhood_answer():
+    def on_rank(mesh):
+        bit = 1 << mesh.rank("world")
+        return [all_reduce(torch.tensor([bit]), mesh.group(axis)).wait().item() for axis in ("cp_inner", "cp_outer")]
+
+    found = run_distributed(ParallelLayout(world=4, cp=4), on_rank, cp_inner=2)
+    assert found == [[0b0011, 0b0101], [0b0011, 0b1010], [0b1100, 0b0101], [0b1100, 0b1010]]
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_without_neighbourhoods_the_ring_goes_round_all(cp):
+    with fake_world(rank=3, world=4):
+        mesh = FoldedMesh(ParallelLayout(world=4, cp=cp), timeout_s=1)
+        assert (mesh.size("cp_inner"), mesh.rank("cp_inner"), mesh.group("cp_inner")) == (1, 0, None)
+        assert (mesh.size("cp_outer"), mesh.rank("cp_outer")) == (mesh.size("cp"), mesh.rank("cp"))
+        assert mesh.group("cp_outer") is mesh.group("cp")
+
+
+def test_one_neighbourhood_is_the_whole():
+    with fake_world(rank=3, world=4):
+        mesh = FoldedMesh(ParallelLayout(world=4, cp=4), timeout_s=1, cp_inner=4)
+        assert mesh.group("cp_inner") is mesh.group("cp")
+        assert (mesh.size("cp_outer"), mesh.group("cp_outer")) == (1, None)
+
+
+@pytest.mark.parametrize("inner", [-1, 0, 3, 8])
+def test_neighbourhoods_divide_the_ranks_of_cp(inner):
+    with (
+        fake_world(rank=0, world=4),
+        pytest.raises(MoeParallelError, match=f"cp_inner = {inner} does not divide cp = 4"),
+    ):
+        FoldedMesh(ParallelLayout(world=4, cp=4), timeout_s=1, cp_inner=inner)
+    with pytest.raises(MoeParallelError, match="cp_inner = 2 does not divide cp = 1"):
+        FoldedMesh(ParallelLayout(world=1), timeout_s=1, cp_inner=2)
+
+
+def test_gradients_that_are_summed_over_tp_as_well_have_a_group_of_their_own():
+    with fake_world(rank=5, world=8):
+        mesh = FoldedMesh(ParallelLayout(world=8, tp=2, cp=2), timeout_s=1)
+        axes = gradient_axes(ShardSpec(name="norm", shape=(4,), grad_sum_axes=("tp",)))
+        assert dist.get_process_group_ranks(mesh.group(*axes)) == list(range(8))
+    with fake_world(rank=1, world=2):  # where it spans no more than tp, it still does not hold up its tokens
+        mesh = FoldedMesh(ParallelLayout(world=2, tp=2), timeout_s=1)
+        assert dist.get_process_group_ranks(mesh.group(*axes)) == dist.get_process_group_ranks(mesh.group("tp"))
+        assert mesh.group(*axes) is not mesh.group("tp")
 
 
 def test_axes_of_one_rank_do_not_count():

@@ -17,6 +17,7 @@ from moe_parallel import (
     local_box,
     shard_specs,
 )
+from moe_parallel.plan import part_of
 from moe_parallel.testing import legal_layouts
 
 EXPERT = ParameterKind.EXPERT
@@ -150,3 +151,58 @@ def test_specs_and_boxes_agree_on_every_rank(places_of):
         groups, local = places_of(layout, rank), model()
         for name, spec in shard_specs(local, RULES, groups).items():
             assert local_box(spec, groups).shape == tuple(local.get_parameter(name).shape)
+
+
+def test_specs_of_a_whole_model_are_the_same_whatever_the_rank():
+    whole = model()
+    specs = shard_specs(whole, RULES)
+    assert {name: spec.shape for name, spec in specs.items()} == {
+        name: tuple(parameter.shape) for name, parameter in whole.named_parameters()
+    }
+    assert specs["head.weight"].placements == (("tp", 0),)
+    with torch.device("meta"):
+        assert shard_specs(model(), RULES) == specs
+
+
+def test_whether_parts_are_uneven_goes_from_the_rule_to_the_spec(places_of):
+    rules = (PlanRule(pattern="head.weight", placements=(("tp", 0),), uneven=True),)
+    spec = shard_specs(model(), rules)["head.weight"]
+    assert spec == ShardSpec(name="head.weight", shape=(10, 4), placements=(("tp", 0),), uneven=True)
+    layout = ParallelLayout(world=4, tp=4)
+    boxes = [local_box(spec, places_of(layout, rank)) for rank in range(4)]
+    assert boxes == [Box((0, 0), (3, 4)), Box((3, 0), (3, 4)), Box((6, 0), (3, 4)), Box((9, 0), (1, 4))]
+
+
+def test_the_whole_cannot_be_told_from_an_uneven_part(places_of):
+    rules = (PlanRule(pattern="head.weight", placements=(("tp", 0),), uneven=True),)
+    with pytest.raises(MoeParallelError, match=r"the parts of head\.weight are uneven, .* give shard_specs the whole"):
+        shard_specs(model(), rules, places_of(ParallelLayout(world=2, tp=2), 0))
+    one = places_of(ParallelLayout(world=2, ep=2), 0)
+    assert shard_specs(model(), rules, one)["head.weight"].shape == (10, 4)
+
+
+def test_parts_are_in_order_cover_everything_once_and_only_the_last_ones_are_short():
+    for size in range(40):
+        for ranks in range(1, 12):
+            parts = [part_of(size, ranks, rank) for rank in range(ranks)]
+            assert [n for start, stop in parts for n in range(start, stop)] == list(range(size))
+            sizes = [stop - start for start, stop in parts]
+            assert sizes == sorted(sizes, reverse=True)
+            full = -(-size // ranks)
+            assert len({n for n in sizes if 0 < n < full}) <= 1
+            assert sum(0 < n < full for n in sizes) <= 1
+            assert all(0 <= start <= stop <= size for start, stop in parts)
+            if size % ranks == 0:
+                assert set(sizes) == {size // ranks}
+
+
+@pytest.mark.parametrize("placements", [(("ep", 0), ("etp", 0)), (("etp", 0), ("ep", 0)), (("ep", 0), ("etp", 1))])
+def test_uneven_boxes_tile_the_whole_tensor(placements, places_of):
+    for size in range(1, 14):
+        spec = ShardSpec(name="w", shape=(size, 5), kind=EXPERT, placements=placements, uneven=True)
+        for layout in (layout for layout in legal_layouts(6) if layout.ep * layout.etp == 6):
+            covered = torch.zeros(spec.shape, dtype=torch.int64)
+            for rank in range(6):
+                box = local_box(spec, places_of(layout, rank))
+                covered[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))] += 1
+            assert torch.equal(covered, torch.ones_like(covered)), (size, layout)

@@ -53,7 +53,7 @@ def name_map(layers):
         for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
             pairs[f"{ours}.attention.{part}.weight"] = f"{theirs}.self_attn.{part}.weight"
         pairs[f"{ours}.moe.router.weight"] = f"{theirs}.mlp.gate.weight"
-        pairs[f"{ours}.moe.experts.w1_EDF"] = f"{theirs}.mlp.experts.gate_up_proj"
+        pairs[f"{ours}.moe.experts.w1_ED2F"] = f"{theirs}.mlp.experts.gate_up_proj"
         pairs[f"{ours}.moe.experts.w2_EFD"] = f"{theirs}.mlp.experts.down_proj"
     return pairs
 
@@ -68,7 +68,7 @@ def test_r031_logits_and_gradients_equal_qwen3_moe(normalize):
     for ours, other in pairs.items():
         value = torch.randn(theirs[other].shape) * (0.3 if value_is_matrix(theirs[other]) else 1.0)
         theirs[other].data.copy_(value)
-        mine[ours].data.copy_(value.transpose(1, 2) if value.dim() == 3 else value)
+        mine[ours].data.copy_(as_ours(value, mine[ours]))
 
     for length in (1, 7, 13):
         token_BS = torch.randint(0, 257, (3, length))
@@ -85,8 +85,13 @@ def test_r031_logits_and_gradients_equal_qwen3_moe(normalize):
         for ours, other in pairs.items():
             grad = theirs[other].grad
             grad = torch.zeros_like(theirs[other]) if grad is None else grad
-            grad = grad.transpose(1, 2) if grad.dim() == 3 else grad
+            grad = as_ours(grad, mine[ours])
             assert float((mine[ours].grad - grad).norm()) <= 1e-4 * float(grad.norm()) + 1e-6, (length, ours)
+
+
+def as_ours(theirs, ours):
+    """Experts are [E, out, in] there and [E, in, ..] here, gate and up projection in a dim of their own."""
+    return theirs.transpose(1, 2).reshape(ours.shape) if theirs.dim() == 3 else theirs
 
 
 def value_is_matrix(parameter):

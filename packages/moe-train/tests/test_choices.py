@@ -19,11 +19,19 @@ from moe_train.run_directory import RunDirectory
 from moe_train.testing import ALL_LOSSES, SMALL, short_corpus
 
 # Seven sequences to four ranks: one has a sequence of padding.
-BASE = [*SMALL, *ALL_LOSSES, "model.num_experts=8", "train.global_batch_sequences=7", "train.microbatch_sequences=3"]
+BASE = [
+    *SMALL,
+    *ALL_LOSSES,
+    "model.num_experts=8",
+    "model.expert_features=12",
+    "train.global_batch_sequences=7",
+    "train.microbatch_sequences=3",
+]
 
 
 def train(path, layout, *overrides):
-    settings = [*BASE, "train.steps=4", f"parallel.ep={layout.ep}", *overrides]
+    degrees = [f"parallel.{axis}={layout.size(axis)}" for axis in ("tp", "cp", "ep", "etp")]
+    settings = [*BASE, "train.steps=4", *degrees, *overrides]
     config = load_config("tiny_moe", [], settings, world=layout.world).config
     run = RunDirectory.create(path, config_toml=to_toml(config), command="", environment={})
 
@@ -46,12 +54,31 @@ def recorded(tmp_path_factory):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 1), (4, 4)])
-def test_r077_another_layout_repeats_the_choices(world, ep, recorded, tmp_path):
+@pytest.mark.parametrize(
+    "degrees",
+    [{"world": 1}, {"world": 2}, {"world": 4, "ep": 4}, {"world": 4, "tp": 2, "cp": 2, "etp": 2}],
+)
+def test_r077_another_layout_repeats_the_choices(degrees, recorded, tmp_path):
     path, losses, loads = recorded
-    found, found_loads = train(tmp_path / "run", ParallelLayout(world=world, ep=ep), f"train.replay_choices={path}")
+    found, found_loads = train(tmp_path / "run", ParallelLayout(**degrees), f"train.replay_choices={path}")
     assert found == pytest.approx(losses, rel=1e-5)
     assert found_loads == loads
+
+
+@pytest.mark.dist
+def test_ranks_that_share_rows_record_what_one_process_records(recorded, tmp_path):
+    """Once, by sequence of the global order; the loads show that the choices are those of the step."""
+    layout = ParallelLayout(world=4, tp=2, cp=2, ep=2)
+    _, loads = train(tmp_path / "run", layout, "observe.record_choices=true")
+    for step, counts in enumerate(loads, 1):
+        files = sorted((tmp_path / "run" / "choices").glob(f"step-{step:08d}-*"))
+        tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        assert tensors.keys() == load_file(recorded[0] / "choices" / f"step-{step:08d}-rank-00000.safetensors").keys()
+        for layer, expected in enumerate(counts):
+            ids = torch.cat([t.flatten() for name, t in tensors.items() if name.endswith(f"layers.{layer}")])
+            assert torch.bincount(ids[ids >= 0].long(), minlength=8).tolist() == expected
+    again, _ = train(tmp_path / "again", ParallelLayout(world=1), f"train.replay_choices={tmp_path / 'run'}")
+    assert len(again) == 4
 
 
 @pytest.mark.dist

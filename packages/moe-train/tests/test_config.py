@@ -290,6 +290,45 @@ def test_the_layout_must_fit_the_world():
     assert (problem.key, problem.legal) == ("parallel.ep", "1, 2, 4, 8")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "key", "value", "legal", "words"),
+    [
+        (["parallel.tp=8"], "parallel.tp", 8, "1, 2, 4", "must divide model.num_heads = 4"),
+        (
+            ["parallel.tp=2", "model.num_heads=6", "model.num_kv_heads=3"],
+            "parallel.tp",
+            2,
+            "1, 3, 6",
+            "must divide model.num_kv_heads = 3 or be a multiple of it",
+        ),
+        (
+            ["parallel.tp=2", "model.dense_layers=[0]", "model.dense_features=33"],
+            "parallel.tp",
+            2,
+            "1, 3, 11, 33",
+            "must divide model.dense_features = 33",
+        ),
+        (["parallel.tp=2", "model.shared_features=7"], "parallel.tp", 2, "1, 7", "model.shared_features = 7"),
+        (["parallel.etp=2", "model.expert_features=9"], "parallel.etp", 2, "1, 3, 9", "model.expert_features = 9"),
+        (["parallel.cp=8", "parallel.cp_kind=all_to_all"], "parallel.cp", 8, "1, 2, 4", "exchange heads"),
+        (
+            ["parallel.cp=4", "parallel.cp_inner=2"],
+            "parallel.cp_inner",
+            2,
+            "1",
+            "no effect with parallel.cp_kind = ring",
+        ),
+        (["parallel.cp=8", "parallel.cp_kind=hierarchical"], "parallel.cp_inner", 1, "2, 4", "several groups"),
+        (["parallel.pp=2"], "parallel.pp", 2, "1", "in this release"),
+        (["train.global_batch_sequences=4", "train.microbatch_sequences=4"], None, 4, "at least 8", "dp = 8 ranks"),
+    ],
+)
+def test_what_must_divide_what_names_key_value_rule_and_legal_values(overrides, key, value, legal, words):
+    problem = only_fault(*overrides, world=8).problem
+    assert (problem.key, problem.value, problem.legal) == (key or "train.global_batch_sequences", value, legal)
+    assert words in problem.rule
+
+
 def test_one_value_that_breaks_two_rules_is_one_error_with_both():
     problem = only_fault("parallel.ep=3").problem
     assert "does not divide the world of 1 ranks" in problem.rule

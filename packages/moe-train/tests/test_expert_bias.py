@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_parallel import ParallelLayout, run_distributed
+from moe_parallel import AxisGroups, ParallelLayout, run_distributed
 from moe_train.assemble import assemble
 from moe_train.checkpoint.load import latest_checkpoint, read_index
 from moe_train.config.load import load_config
@@ -85,7 +85,7 @@ def test_a_rate_of_zero_keeps_it_and_none_leaves_it_out():
     assert not any(bias.any() for bias in biases(run).values())
     without = training("model.balance.bias_rate=none")
     steps(without, 1)
-    assert not list(bias_tensors(without.model))
+    assert not list(bias_tensors(without.model, AxisGroups()))
 
 
 def test_r019_it_is_float32_where_the_model_computes_in_bfloat16():

@@ -139,10 +139,12 @@ def assert_same_gradients(model, config, family, peer, tolerance=1e-4):
         found |= tensor.to_theirs(parameters[tensor.ours].grad, config)
     found = {name: grad for name, grad in found.items() if name in expected}
     assert found.keys() == expected.keys()
+    # What is zero in exact arithmetic, as the gradient of queries of a single token, is a difference of larger terms.
+    largest = max(float(grad.norm()) for grad in found.values())
     for name, grad in found.items():
         other = expected[name].grad
         other = torch.zeros_like(grad) if other is None else other
-        assert float((grad - other).norm()) <= tolerance * float(other.norm()) + 1e-6, name
+        assert float((grad - other).norm()) <= tolerance * float(other.norm()) + 1e-6 * largest, name
 
 
 def assert_same_logits(mine, other):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moe_parallel import AxisGroups
 from moe_train.data.batch import Batch
 from moe_train.errors import MoeTrainError
 from moe_train.hf.config import config_from_hf, config_to_hf
@@ -157,7 +158,7 @@ def test_r019_r104_r105_deepseek_with_mtp_and_bias_in_a_bf16_file(layout):
     assert all(torch.equal(a.bias_E, b) for a, b in zip(again.routers(), biases, strict=True))
     # R094: the same storage all along, so that who holds it sees what changes.
     assert [router.bias_E.data_ptr() for router in again.routers()] == places
-    assert len(list(bias_tensors(again))) == 4
+    assert len(list(bias_tensors(again, AxisGroups()))) == 4
     wrong = {**file, "model.layers.3.embed_tokens.weight": file["model.layers.3.embed_tokens.weight"] + 1}
     with pytest.raises(MoeTrainError, match=r"layers\.3\.embed_tokens\.weight differs from embedding\.weight"):
         import_tensors(again, config, DEEPSEEK_V3, wrong)

@@ -41,11 +41,11 @@ def written_out(layer, x_TD, valid_T, config):
         inside = x if layer.latent_down is None else layer.latent_down.weight @ x
         y = torch.zeros_like(inside)
         for weight, e in zip(weights, chosen.indices.tolist(), strict=True):
-            y = y + valid * weight * swiglu(inside, layer.experts.w1_EDF[e], layer.experts.w2_EFD[e])
+            y = y + valid * weight * swiglu(inside, layer.experts.w1_ED2F[e].flatten(1), layer.experts.w2_EFD[e])
         y = y if layer.latent_up is None else layer.latent_up.weight @ y
         if layer.shared is not None:
             mlp = layer.shared.mlp
-            shared = swiglu(x, mlp.gate_up_proj.weight.t(), mlp.down_proj.weight.t())
+            shared = swiglu(x, mlp.gate_up_proj.weight.flatten(0, 1).t(), mlp.down_proj.weight.t())
             gate = 1 if layer.shared.gate is None else torch.sigmoid(layer.shared.gate.weight[0] @ x)
             y = y + gate * shared
         rows.append(y)
@@ -55,15 +55,15 @@ def written_out(layer, x_TD, valid_T, config):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_output_and_gradients_equal_the_layer_written_out(name):
     config, _, layer = layer_of(name)
-    x_BSD = torch.randn(2, 5, 24, dtype=torch.float64, requires_grad=True)
-    valid_BS = torch.arange(5) < torch.tensor([[5], [3]])
-    y_BSD, statistics = layer(x_BSD, valid_BS, None, Replay())
-    expected_TD = written_out(layer, x_BSD.flatten(0, 1), valid_BS.flatten(), config)
-    torch.testing.assert_close(y_BSD.flatten(0, 1), expected_TD, rtol=1e-10, atol=1e-12)
+    x_TD = torch.randn(10, 24, dtype=torch.float64, requires_grad=True)
+    valid_T = torch.arange(10) % 5 < torch.tensor([5, 3]).repeat_interleave(5)
+    y_TD, statistics = layer(x_TD, valid_T, None, Replay())
+    expected_TD = written_out(layer, x_TD, valid_T, config)
+    torch.testing.assert_close(y_TD, expected_TD, rtol=1e-10, atol=1e-12)
     assert int(statistics.counts.sum()) == 8 * 2
-    inputs = [x_BSD, *layer.parameters()]
+    inputs = [x_TD, *layer.parameters()]
     grad_TD = torch.randn_like(expected_TD)
-    found = torch.autograd.grad(y_BSD.flatten(0, 1), inputs, grad_TD)
+    found = torch.autograd.grad(y_TD, inputs, grad_TD)
     wanted = torch.autograd.grad(expected_TD, inputs, grad_TD)
     for mine, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-11)
@@ -84,10 +84,10 @@ def test_a_latent_width_makes_experts_and_what_is_dispatched_smaller():
     """By alpha = D / L, which many more experts of the same total size make up for."""
     _, _, plain = layer_of("plain")
     _, _, latent = layer_of("latent")
-    assert latent.experts.w1_EDF.numel() * 4 == plain.experts.w1_EDF.numel()
+    assert latent.experts.w1_ED2F.numel() * 4 == plain.experts.w1_ED2F.numel()
     assert latent.router.weight.shape == plain.router.weight.shape
     seen = []
     inner = latent.dispatcher.prepare
     latent.dispatcher.prepare = lambda plan, x, probs: seen.append(x.shape) or inner(plan, x, probs)
-    latent(torch.randn(1, 3, 24, dtype=torch.float64), torch.ones(1, 3, dtype=torch.bool), None, Replay())
+    latent(torch.randn(3, 24, dtype=torch.float64), torch.ones(3, dtype=torch.bool), None, Replay())
     assert seen == [(3, 6)]

@@ -138,9 +138,7 @@ def test_r086_losses_and_every_gradient_equal_a_reference_written_out(pair):
     x = token_BS
     for segment in model.segments():
         x = segment.run(x, context)
-    loss = (
-        F.cross_entropy(x.flatten(0, 1), batch.target_BS.flatten(), reduction="none") * weights.target_weight_T
-    ).sum()
+    loss = (F.cross_entropy(x, batch.target_BS.flatten(), reduction="none") * weights.target_weight_T).sum()
     loss.backward()
     assert loss.item() == pytest.approx(means[0].item(), abs=1e-5)
     assert context.losses["mtp"].item() == pytest.approx(sum(means[1:]).item() / DEPTHS, abs=1e-5)

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.dist
 
 BASE = (
     "model.num_experts=8",
+    "model.expert_features=12",
     *ALL_LOSSES,
     "train.steps=6",
     "train.valid_interval_steps=3",
@@ -33,12 +34,13 @@ BASE = (
 )
 
 
-def layout_of(world, ep=1):
-    return ParallelLayout(world=world, ep=ep)
+def layout_of(world, **degrees):
+    return ParallelLayout(world=world, **degrees)
 
 
 def config_for(layout, *overrides, engine="zero1"):
-    settings = [*SMALL, *BASE, f"parallel.ep={layout.ep}", f"memory.data_parallel={engine}", *overrides]
+    degrees = [f"parallel.{axis}={layout.size(axis)}" for axis in ("tp", "cp", "ep", "etp")]
+    settings = [*SMALL, *BASE, *degrees, f"memory.data_parallel={engine}", *overrides]
     return load_config("tiny_moe", [], settings, world=layout.world).config
 
 
@@ -95,8 +97,9 @@ def assert_close(found, expected, limit):
         assert error <= limit, (name, float(error))
 
 
-def test_a_run_over_four_ranks_writes_what_one_process_writes(tmp_path, alone):
-    layout = layout_of(4, ep=2)
+@pytest.mark.parametrize("degrees", [{"ep": 2}, {"tp": 2, "cp": 2, "etp": 2, "ep": 2}])
+def test_a_run_over_four_ranks_writes_what_one_process_writes(degrees, tmp_path, alone):
+    layout = layout_of(4, **degrees)
     run = directory(tmp_path / "run", config_for(layout, "memory.compute_dtype=float64"))
     train(run, layout, "memory.compute_dtype=float64")
     found, expected = metrics(run), metrics(alone)
@@ -111,7 +114,9 @@ def test_a_run_over_four_ranks_writes_what_one_process_writes(tmp_path, alone):
     assert sorted(read_index(path).files) == [f"rank-{rank:05d}-00000.safetensors" for rank in range(4)]
     assert_close(whole_state(path), whole_state(latest_checkpoint(alone.checkpoints)), 1e-8)
     assert run.report.exists()
-    assert json.loads(run.summary.read_text())["steps"] == 6
+    mine, theirs = (json.loads(found.summary.read_text()) for found in (run, alone))
+    assert mine["steps"] == 6
+    assert mine["sample"] == theirs["sample"]  # the text, of which every rank computes a part
 
 
 MOVES = {
@@ -120,6 +125,9 @@ MOVES = {
     "fsdp on ep2 edp2 to one rank": (layout_of(4, ep=2), "fsdp", layout_of(1), "zero1"),
     "one rank to three": (layout_of(1), "zero1", layout_of(3), "zero1"),
     "ep2 to fsdp on dp4": (layout_of(2, ep=2), "zero1", layout_of(4), "fsdp"),
+    "tp2 cp2 with etp2 to ep4 over tp4": (layout_of(4, tp=2, cp=2, etp=2), "zero1", layout_of(4, tp=4, ep=4), "zero1"),
+    "fsdp on tp2 to cp4 with etp4": (layout_of(4, tp=2), "fsdp", layout_of(4, cp=4, etp=4), "fsdp"),
+    "one rank to tp2": (layout_of(1), "zero1", layout_of(2, tp=2, ep=2), "fsdp"),
 }
 
 
@@ -206,10 +214,13 @@ def test_a_damaged_file_that_one_rank_needs_stops_all(tmp_path):
         train(run, layout, "train.steps=8", resume=True)
 
 
-def test_r102_replicas_compute_with_the_same_weights_after_loading(tmp_path):
-    layout = layout_of(4, ep=2)
+@pytest.mark.parametrize("degrees", [{"ep": 2}, {"tp": 2, "ep": 4}])
+def test_r034_r060_r102_copies_are_the_same_after_steps_and_after_loading(degrees, tmp_path):
+    """Bit for bit, over the ranks that hold the same: of data, and of tp for what is not split over it."""
+    layout = layout_of(4, **degrees)
     run = directory(tmp_path / "run", config_for(layout))
     train(run, layout)
+    split = ("embedding", "head", "_proj.", ".experts.")
 
     def on_rank(mesh):
         training = assemble(config_for(layout), mesh)
@@ -217,6 +228,10 @@ def test_r102_replicas_compute_with_the_same_weights_after_loading(tmp_path):
         training.engine.synchronize()
         for name, parameter in training.model.named_parameters():
             group = mesh.group("edp") if ".experts." in name else mesh.group("cp", "dp")
+            if not any(part in name for part in split):
+                group = mesh.group("tp", "cp", "dp")
+            if group is None:
+                continue
             copies = all_gather(parameter.detach().reshape(1, -1), group).wait()
             assert bool((copies == copies[0]).all()), name
 
@@ -224,18 +239,20 @@ def test_r102_replicas_compute_with_the_same_weights_after_loading(tmp_path):
         run_distributed(layout, on_rank, timeout_s=20)
 
 
+@pytest.mark.parametrize("degrees", [{}, {"tp": 3}, {"cp": 3}])
 @pytest.mark.parametrize("sequences", [1, 2, 4, 7])
-def test_r123_validation_of_fewer_sequences_than_ranks(sequences):
-    """Shares of [1, 0, 0], [1, 1, 0], [2, 2, 0] and [3, 3, 1] sequences."""
+def test_r123_validation_of_fewer_sequences_than_ranks(sequences, degrees):
+    """Shares of [1, 0, 0], [1, 1, 0], [2, 2, 0] and [3, 3, 1] sequences, and rows that three ranks share."""
+    sizes = ("model.num_heads=6", "model.num_kv_heads=3")
     double = "memory.compute_dtype=float64"
 
     def on_rank(mesh):
-        training = assemble(config_for(mesh.layout, double), mesh if mesh.layout.world > 1 else None)
+        training = assemble(config_for(mesh.layout, double, *sizes), mesh if mesh.layout.world > 1 else None)
         return validation_loss(training, sequences)
 
     with short_corpus():
         (expected,) = run_distributed(layout_of(1), on_rank)
-        found = run_distributed(layout_of(3), on_rank, timeout_s=20)
+        found = run_distributed(layout_of(3, **degrees), on_rank, timeout_s=20)
     assert found == [pytest.approx(expected, rel=1e-12)] * 3
     assert len(set(found)) == 1
 

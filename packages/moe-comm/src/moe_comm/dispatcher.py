@@ -29,6 +29,8 @@ class Capabilities:
     Attributes:
         dtypes: dtypes of token rows.
         largest_ep: largest number of expert-parallel ranks; None is no limit.
+        largest_etp: largest number of ranks that an expert may be split over; None is no limit. A dispatcher that does
+            not state it keeps whole experts.
         largest_top_k: largest K; None is no limit.
         hidden_multiple: D must be a multiple of this.
         static_shapes: supports `Sizing.capacity_rows`.
@@ -38,6 +40,7 @@ class Capabilities:
 
     dtypes: frozenset[torch.dtype]
     largest_ep: int | None = None
+    largest_etp: int | None = 1
     largest_top_k: int | None = None
     hidden_multiple: int = 1
     static_shapes: bool = False
@@ -109,6 +112,8 @@ class Parcel:
 class Dispatched:
     """Rows at their experts, grouped by local expert; inside a group by (source rank, source token, choice).
 
+    Source ranks are those of the `etp` x `ep` block, etp fastest.
+
     Attributes:
         rows_RD: token rows; padding rows are zero.
         probs_R: probability of each row in the internal dtype; zero for padding rows.
@@ -125,7 +130,11 @@ class Dispatched:
 
 
 class TokenDispatcher(Protocol[P]):
-    """The seam. Every rank of the `ep` group calls every step, also with zero tokens, also in backward."""
+    """The seam. Every rank of the `etp` x `ep` block calls every step, also with zero tokens, also in backward.
+
+    Where experts are split over `etp` ranks, all of them get the same rows, bit for bit, and the rows that each gives
+    back are its part of a sum; gradients of rows and probabilities are parts of sums in the same way.
+    """
 
     capabilities: Capabilities
 
@@ -141,7 +150,10 @@ class TokenDispatcher(Protocol[P]):
         """Gather rows for the wire. No communication."""
 
     def exchange(self, plan: P, parcel: Parcel) -> Pending[Parcel]:
-        """Move the rows. Communication only; differentiable."""
+        """Move the rows. Communication only; differentiable.
+
+        Exchanges are waited for in the same order on every rank: a wait may start what has to follow.
+        """
 
     def arrange(self, plan: P, received: Parcel) -> Dispatched:
         """Order received rows by local expert. No communication."""
@@ -150,7 +162,7 @@ class TokenDispatcher(Protocol[P]):
         """Undo `arrange` on expert outputs. No communication."""
 
     def exchange_return(self, plan: P, parcel: Parcel) -> Pending[Parcel]:
-        """Move the rows back. Communication only; differentiable."""
+        """Move the rows back, and add up the parts of split experts. Communication only; differentiable."""
 
     def merge(self, plan: P, received: Parcel) -> Tensor:
         """Sum each token's rows in a fixed order in the internal dtype: y_TD, in the dtype of the rows."""
@@ -180,7 +192,8 @@ class DispatcherPlugin(Generic[C]):
         interface_version: the version of this seam that it was written for.
         config: frozen keyword-only dataclass of its options, with a field `kind: Literal[name] = name`.
         available: None if it can run on this machine, else the reason.
-        build: (config, groups, number of experts over all ranks) to the dispatcher; `groups` has the axis `ep`.
+        build: (config, groups, number of experts over all ranks) to the dispatcher; `groups` has the axes `ep` and
+            `etp`, and the group of both.
     """
 
     name: str

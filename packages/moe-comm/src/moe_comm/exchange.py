@@ -17,7 +17,14 @@ from moe_comm.dispatcher import Parcel
 from moe_comm.traffic import Leg, TrafficEntry, TrafficLedger, note_traffic, open_ledgers
 from moe_parallel import Pending, all_to_all
 
-_BACKWARD_OF: dict[Leg, Leg] = {"dispatch": "dispatch_backward", "combine": "combine_backward"}
+Move = Callable[[Parcel], Pending[Parcel]]
+
+_BACKWARD_OF: dict[Leg, Leg] = {
+    "dispatch": "dispatch_backward",
+    "gather": "gather_backward",
+    "scatter": "scatter_backward",
+    "combine": "combine_backward",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,28 +58,42 @@ def exchange(parcel: Parcel, splits: Splits, leg: Leg) -> Pending[Parcel]:
         rows, *probs = _exchange(splits, leg, flights, *sent)
         return Parcel(rows=rows, probs=probs[0] if probs else None)
 
-    return Pending(parcel, [_Flight(flight) for flight in flights], land)
+    return Pending(parcel, [Flight(flight) for flight in flights], land)
 
 
-class _Flight:
-    """A pending tensor as work that a `Pending` of several waits for."""
+def in_turn(parcel: Parcel, moves: Sequence[Move]) -> Pending[Parcel]:
+    """Move a parcel several times: the first move starts now, each other when what is returned is waited for.
 
-    def __init__(self, pending: Pending[Tensor]) -> None:
+    Two parcels under way are waited for in the same order on every rank, so that their later moves meet.
+    """
+    if not moves:
+        return Pending.completed(parcel)
+    first, *others = moves
+    flight = first(parcel)
+    if not others:
+        return flight
+    return Pending(parcel, [Flight(flight, is_last=False)], lambda _: in_turn(flight.wait(), others).wait())
+
+
+class Flight:
+    """What is pending as work that another `Pending` waits for; it is not completed while more is to follow."""
+
+    def __init__(self, pending: Pending[Any], *, is_last: bool = True) -> None:
         self._pending = pending
+        self._is_last = is_last
 
     def wait(self) -> object:
         return self._pending.wait()
 
     def is_completed(self) -> bool:
-        return self._pending.done()
+        return self._is_last and self._pending.done()
 
 
 def _launch(
     tensors: Sequence[Tensor], splits: Splits, leg: Leg, kept: tuple[TrafficLedger, ...] = ()
 ) -> list[Pending[Tensor]]:
     row_bytes = sum(tensor.shape[1:].numel() * tensor.itemsize for tensor in tensors)
-    sent_bytes = tuple(rows * row_bytes for rows in splits.send_rows)
-    note_traffic(TrafficEntry(leg=leg, rank=splits.group.rank(), sent_bytes=sent_bytes), kept)
+    note_traffic(TrafficEntry.between(splits.group, leg, [rows * row_bytes for rows in splits.send_rows]), kept)
     return [
         all_to_all(tensor, splits.group, send_rows=splits.send_rows, receive_rows=splits.receive_rows)
         for tensor in tensors

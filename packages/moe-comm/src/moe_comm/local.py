@@ -109,12 +109,12 @@ class LocalDispatcher:
 
 
 def _build(config: LocalConfig, groups: Groups, num_experts: int) -> LocalDispatcher:
-    ep = groups.size("ep")
-    if ep != 1:
-        raise MoeCommError(
-            f"dispatcher 'local' serves one expert-parallel rank, but ep = {ep}; "
-            "choose a dispatcher that communicates (comm.kind), or parallel.ep = 1"
-        )
+    for axis, ranks in (("ep", groups.size("ep")), ("etp", groups.size("etp"))):
+        if ranks != 1:
+            raise MoeCommError(
+                f"dispatcher 'local' keeps all experts whole on one rank, but {axis} = {ranks}; "
+                f"choose a dispatcher that communicates (comm.kind), or parallel.{axis} = 1"
+            )
     return LocalDispatcher(num_experts)
 
 

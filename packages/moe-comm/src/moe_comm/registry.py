@@ -24,7 +24,7 @@ def build_dispatcher(config: DispatcherConfig, groups: Groups, num_experts: int)
 
     Args:
         config: the options of one dispatcher, an instance of its plug-in's `config`.
-        groups: process groups of this rank; the axis `ep` is used.
+        groups: process groups of this rank; the axes `ep` and `etp` are used.
         num_experts: experts over all ranks, a multiple of the size of `ep`.
 
     Raises:
@@ -40,10 +40,11 @@ def build_dispatcher(config: DispatcherConfig, groups: Groups, num_experts: int)
     if num_experts < 1 or num_experts % ep:
         raise MoeCommError(f"{num_experts} experts cannot be spread evenly over ep = {ep} ranks")
     dispatcher = plugin.build(config, groups, num_experts)
-    limit = dispatcher.capabilities.largest_ep
-    if limit is not None and ep > limit:
-        raise MoeCommError(
-            f"dispatcher {plugin.name!r} serves at most {limit} expert-parallel ranks, but ep = {ep}; "
-            "choose another (comm.kind), or a smaller parallel.ep"
-        )
+    can = dispatcher.capabilities
+    for axis, limit in (("ep", can.largest_ep), ("etp", can.largest_etp)):
+        if limit is not None and groups.size(axis) > limit:
+            raise MoeCommError(
+                f"dispatcher {plugin.name!r} serves {axis} up to {limit}, but {axis} = {groups.size(axis)}; "
+                f"choose another (comm.kind), or a smaller parallel.{axis}"
+            )
     return dispatcher

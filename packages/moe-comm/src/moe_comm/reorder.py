@@ -1,6 +1,7 @@
 """Rows in another order, some of them padding: a gather there and a gather back, each the other's backward.
 
-Shape legend: W source ranks, E experts on this rank, C received rows, R arranged rows (padding included), D features.
+Shape legend: S ranks that share an expert (etp), W expert-parallel ranks, E experts on this rank, C received rows,
+R arranged rows (padding included), D features. Source ranks are all of S x W, S fastest.
 """
 
 from collections.abc import Callable
@@ -26,26 +27,28 @@ class Reorder:
     place_C: Tensor
 
 
-def by_expert(counts_WE: Tensor, ends_E: Tensor, *, num_received: int, num_rows: int) -> Reorder:
-    """From (source rank, local expert) order to (local expert, source rank); inside a block rows keep their order.
+def by_expert(counts_SWE: Tensor, ends_E: Tensor, *, num_received: int, num_rows: int) -> Reorder:
+    """From the order of arrival, that of `counts_SWE`, to (local expert, source rank): the axes in reverse.
 
-    The host is not synchronised.
+    Inside a block rows keep their order. The host is not synchronised.
 
     Args:
-        counts_WE: int64, rows received from each rank for each local expert.
+        counts_SWE: int64, rows received from each rank for each local expert.
         ends_E: int64, inclusive end of each expert's arranged rows, padding included.
         num_received: C, the sum of the counts.
         num_rows: R, the last of the ends.
     """
-    counts_E = counts_WE.sum(0)
+    counts_EWS = counts_SWE.permute(2, 1, 0)
     begin_E = torch.cat((ends_E.new_zeros(1), ends_E[:-1]))
-    arranged_WE = begin_E + counts_WE.cumsum(0) - counts_WE
-    received_WE = (counts_WE.flatten().cumsum(0) - counts_WE.flatten()).view_as(counts_WE)
-    shift_C = (arranged_WE - received_WE).flatten().repeat_interleave(counts_WE.flatten(), output_size=num_received)
-    row_C = torch.arange(num_received, device=counts_E.device)
+    within_E = counts_EWS.flatten(1)
+    arranged_EWS = (begin_E[:, None] + within_E.cumsum(1) - within_E).view(counts_EWS.shape)
+    counts = counts_SWE.flatten()
+    shift = arranged_EWS.permute(2, 1, 0).flatten() - (counts.cumsum(0) - counts)
+    shift_C = shift.repeat_interleave(counts, output_size=num_received)
+    row_C = torch.arange(num_received, device=counts.device)
     place_C = row_C + shift_C
     # Every received row has a place of its own, so this writes each place at most once.
-    source_R = torch.full((num_rows,), -1, device=counts_E.device).scatter_(0, place_C, row_C)
+    source_R = torch.full((num_rows,), -1, device=counts.device).scatter_(0, place_C, row_C)
     return Reorder(source_R=source_R, place_C=place_C)
 
 

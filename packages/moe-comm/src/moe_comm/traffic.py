@@ -2,9 +2,9 @@
 
     with record_traffic() as ledger:
         ...
-    ledger.bytes_by_link(topology, ranks)
+    ledger.bytes_by_link(topology)
 
-Shape legend: T tokens of one rank, K choices per token, D features, W ranks of the group.
+Shape legend: T tokens of one rank, K choices per token, D features, W expert-parallel ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,13 +14,30 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moe_comm.errors import MoeCommError
 from moe_kernels import internal_dtype
 from moe_parallel import LinkClass, Topology
 
-Leg = Literal["metadata", "dispatch", "combine", "dispatch_backward", "combine_backward"]
+# In the order of a layer and its backward. `gather` and `scatter` are between the ranks that share experts (`etp`).
+Leg = Literal[
+    "metadata",
+    "dispatch",
+    "gather",
+    "scatter",
+    "combine",
+    "combine_backward",
+    "scatter_backward",
+    "gather_backward",
+    "dispatch_backward",
+]
+
+# Legs on which rows travel towards experts; on the others they return.
+_THERE = ("dispatch", "gather", "combine_backward", "scatter_backward")
+_WITH_PROBABILITIES = ("dispatch", "gather", "gather_backward", "dispatch_backward")
 
 METADATA_ITEM_BYTES = 8
 
@@ -32,12 +49,20 @@ class TrafficEntry:
     Attributes:
         leg: which exchange of a layer it was.
         rank: place of the sender in the group.
+        members: ranks in the world of the group's members, in the order of the group.
         sent_bytes: by receiver, in the order of the group; the sender's own part stays where it is.
     """
 
     leg: Leg
     rank: int
+    members: tuple[int, ...]
     sent_bytes: tuple[int, ...]
+
+    @classmethod
+    def between(cls, group: ProcessGroup, leg: Leg, sent_bytes: Sequence[int]) -> "TrafficEntry":
+        """What this rank sends in `group`."""
+        members = tuple(dist.get_process_group_ranks(group))
+        return cls(leg=leg, rank=group.rank(), members=members, sent_bytes=tuple(sent_bytes))
 
     @property
     def leaving_bytes(self) -> int:
@@ -60,28 +85,19 @@ class TrafficLedger:
         """Bytes to other ranks, of one leg or of all."""
         return sum(entry.leaving_bytes for entry in self.entries if leg is None or entry.leg == leg)
 
-    def bytes_by_link(self, topology: Topology, ranks: Sequence[int], leg: Leg | None = None) -> dict[LinkClass, int]:
+    def bytes_by_link(self, topology: Topology, leg: Leg | None = None) -> dict[LinkClass, int]:
         """Bytes by what they travel over; `LinkClass.SELF` is what did not leave its rank.
 
         Args:
             topology: of the world.
-            ranks: ranks in the world of the group's members, in the order of the group.
             leg: count this leg alone.
-
-        Raises:
-            MoeCommError: an exchange was in a group of another size.
         """
         total = dict.fromkeys(LinkClass, 0)
         for entry in self.entries:
             if leg is not None and entry.leg != leg:
                 continue
-            if len(entry.sent_bytes) != len(ranks):
-                raise MoeCommError(
-                    f"the ledger holds an exchange between {len(entry.sent_bytes)} ranks, "
-                    f"but a group of {len(ranks)} was named; record one group at a time"
-                )
-            for receiver, sent in zip(ranks, entry.sent_bytes, strict=True):
-                total[topology.link(ranks[entry.rank], receiver)] += sent
+            for receiver, sent in zip(entry.members, entry.sent_bytes, strict=True):
+                total[topology.link(entry.members[entry.rank], receiver)] += sent
         return total
 
 
@@ -122,7 +138,7 @@ def note_traffic(entry: TrafficEntry, kept: tuple[TrafficLedger, ...] = ()) -> N
 
 
 def rows_by_rank(ids_TK: Tensor, num_experts: int, world: int) -> tuple[int, ...]:
-    """Rows that an all-to-all with one row per (token, expert) sends to each rank, for one rank's routing."""
+    """Rows that an all-to-all with one row per (token, expert) sends to each of W ranks, for one rank's routing."""
     chosen = ids_TK[ids_TK >= 0] // (num_experts // world)
     return tuple(torch.bincount(chosen, minlength=world).tolist())
 
@@ -132,29 +148,44 @@ def bytes_per_row(leg: Leg, hidden: int, dtype: torch.dtype) -> int:
     if leg == "metadata":
         raise MoeCommError("metadata is not sent in rows; `metadata_bytes` tells its size")
     features = hidden * dtype.itemsize
-    return features + internal_dtype(dtype).itemsize if leg in ("dispatch", "dispatch_backward") else features
+    return features + internal_dtype(dtype).itemsize if leg in _WITH_PROBABILITIES else features
+
+
+def shared_rows(rows_by_sender: Sequence[Sequence[int]], place: int, etp: int) -> list[list[int]]:
+    """Rows that each of the `etp` ranks at one place of the expert-parallel axis sends to each on the leg `gather`.
+
+    Args:
+        rows_by_sender: `rows_by_rank` of every rank's routing, all `etp * W` of them in rank order (etp fastest). The
+            rows of a leg of `dispatch` are every etp-th of them, `rows_by_sender[shard::etp]`.
+        place: of the expert-parallel axis.
+        etp: ranks that share an expert.
+    """
+    return [[sum(rows[place] for rows in rows_by_sender[shard::etp])] * etp for shard in range(etp)]
 
 
 def alltoall_bytes(
     leg: Leg, rank: int, rows_by_sender: Sequence[Sequence[int]], *, hidden: int, dtype: torch.dtype
 ) -> tuple[int, ...]:
-    """Bytes that a rank sends to each rank on one leg of an all-to-all with one row per (token, expert).
+    """Bytes that a rank sends to each rank of a group on one leg with one row per (token, expert).
 
     Args:
-        leg: any but the metadata. Rows travel to their experts in `dispatch` and, as gradients, in `combine_backward`,
-            and return in the other two.
+        leg: any but the metadata. Rows travel to their experts in `dispatch` and `gather` and, as gradients, in
+            `combine_backward` and `scatter_backward`, and return in the other four.
         rank: place of the sender in the group.
-        rows_by_sender: `rows_by_rank` of every rank's routing.
+        rows_by_sender: `rows_by_rank` of every rank's routing; for the legs between the ranks that share experts,
+            `shared_rows`.
         hidden: D.
         dtype: of the rows.
     """
-    there = leg in ("dispatch", "combine_backward")
-    rows = rows_by_sender[rank] if there else [row[rank] for row in rows_by_sender]
+    rows = rows_by_sender[rank] if leg in _THERE else [row[rank] for row in rows_by_sender]
     return tuple(count * bytes_per_row(leg, hidden, dtype) for count in rows)
 
 
 def metadata_bytes(num_experts: int, world: int) -> int:
-    """Bytes that the all-to-all dispatcher's plan sends to each rank: a count per expert there, and a health word."""
+    """Bytes that the all-to-all dispatcher's plan sends to each rank: a count per expert there, and a health word.
+
+    `world` is the number of expert-parallel ranks; all `etp` ranks at a place get the same.
+    """
     return (num_experts // world + 1) * METADATA_ITEM_BYTES
 
 

@@ -1,3 +1,3 @@
 """The version of this package; the only place where it is written."""
 
-__version__ = "0.1.1.dev0"
+__version__ = "0.2.0.dev0"

@@ -28,7 +28,8 @@ class ExpertCompute(Protocol):
 class GroupedExperts(nn.Module):
     """y_r = p_r · (act(x_r W_gate) * (x_r W_up)) W2 of the row's expert, two grouped GEMMs around one fused activation.
 
-    Parameters, uninitialised: `w1_EDF` [E, D, 2F], gate and up side by side, and `w2_EFD` [E, F, D].
+    Parameters, uninitialised: `w1_ED2F` [E, D, 2, F], gate and up side by side, and `w2_EFD` [E, F, D]. F, a dim of its
+    own in both, may be split over ranks; the sum of what they return is then y.
 
     Args:
         num_experts: E, experts of this rank.
@@ -58,23 +59,23 @@ class GroupedExperts(nn.Module):
         self.activation: Activation = activation
         self.probs_on: ProbsOn = probs_on
         self.backend = backend
-        w1_EDF = torch.empty(num_experts, model_features, 2 * expert_features, dtype=dtype, device=device)
+        w1_ED2F = torch.empty(num_experts, model_features, 2, expert_features, dtype=dtype, device=device)
         w2_EFD = torch.empty(num_experts, expert_features, model_features, dtype=dtype, device=device)
-        self.w1_EDF = nn.Parameter(w1_EDF)
+        self.w1_ED2F = nn.Parameter(w1_ED2F)
         self.w2_EFD = nn.Parameter(w2_EFD)
 
     def forward(self, rows_RD: Tensor, probs_R: Tensor, offsets_E: Tensor) -> Tensor:
         """See `ExpertCompute`; the host is synchronised where the backend does."""
         if self.probs_on == "input":
             rows_RD = _scaled(rows_RD, probs_R)
-        h_RF2 = grouped_gemm(rows_RD, self.w1_EDF, offsets_E, self.backend)
+        h_RF2 = grouped_gemm(rows_RD, self.w1_ED2F.flatten(2), offsets_E, self.backend)
         a_RF = gated_activation(h_RF2, probs_R if self.probs_on == "activation" else None, self.activation)
         y_RD = grouped_gemm(a_RF, self.w2_EFD, offsets_E, self.backend)
         return _scaled(y_RD, probs_R) if self.probs_on == "output" else y_RD
 
     def extra_repr(self) -> str:
-        experts, model, twice = self.w1_EDF.shape
-        return f"{experts}, {model}, {twice // 2}, activation={self.activation}, probs_on={self.probs_on}"
+        experts, model, _, features = self.w1_ED2F.shape
+        return f"{experts}, {model}, {features}, activation={self.activation}, probs_on={self.probs_on}"
 
 
 def _scaled(rows_RD: Tensor, probs_R: Tensor) -> Tensor:

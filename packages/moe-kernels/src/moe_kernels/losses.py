@@ -30,15 +30,17 @@ def balance_loss(
     n_ge are the choices of expert e and T_g the valid tokens of segment g. Uniform scores give 1; all tokens on one
     expert with K = 1 give up to E; a segment without a valid token gives 0. The host is not synchronised.
 
+    Where several ranks share the segments, each gets its additive part: n and T are those of all ranks, t are the
+    tokens here. The sum over the ranks is the loss, and gradients are those of that sum.
+
     Args:
         scores_TE: A, the full distribution of `scores`.
         ids_TK: choices to count; -1 is not counted.
         segment_T: int64, segment of each token, in [0, num_segments).
         num_segments: G.
         valid_T: bool, False for tokens that belong to no statistic.
-        reduce: sums a tensor over the ranks that share the segments. It is called once, with a tensor of its own to
-            overwrite or not. The value is that of the reduced statistics; the gradient is this rank's part of it,
-            d loss_g / d A_te = E n_ge / (K T_g²) for the tokens here.
+        reduce: sums a tensor over the ranks that share the segments. It is called once, with a tensor of counts
+            [G, E + 1] of its own to overwrite or not.
     """
     return _balance_loss(scores_TE, ids_TK, segment_T, num_segments, valid_T, reduce)
 
@@ -128,11 +130,10 @@ class _BalanceLoss(torch.autograd.Function):
         # A product with the membership rather than an indexed sum: it adds in a fixed order on every device.
         sums_GE = member_GT.to(scores_TE.dtype) @ scores_TE
         tokens_G1 = member_GT.sum(-1, keepdim=True)
-        statistics = torch.cat((counts[:-1].view(num_segments, -1), tokens_G1), -1).to(scores_TE.dtype)
-        statistics = torch.cat((statistics, sums_GE), -1)
+        statistics = torch.cat((counts[:-1].view(num_segments, -1), tokens_G1), -1)
         if reduce is not None:
             statistics = reduce(statistics)
-        counts_GE, tokens_G1, sums_GE = torch.split(statistics, [num_experts, 1, num_experts], -1)
+        counts_GE, tokens_G1 = torch.split(statistics.to(scores_TE.dtype), [num_experts, 1], -1)
         slope_GE: Tensor = counts_GE * (num_experts / top_k) / tokens_G1.square().clamp(min=1)
         ctx.save_for_backward(slope_GE, segment_T, valid_T)
         return (slope_GE * sums_GE).sum(-1)

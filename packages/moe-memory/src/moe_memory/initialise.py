@@ -8,6 +8,7 @@ float32 on the CPU and cast, so that layouts, devices and compute dtypes agree.
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import product
 from math import prod
 
 import torch
@@ -95,23 +96,42 @@ def initialise(
             parameter[rows].copy_(values)
 
 
-def draw(spec: ShardSpec, box: Box, rule: InitRule, seed: int) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+def draw(spec: ShardSpec, box: Box, rule: InitRule, seed: int) -> Iterator[tuple[tuple[int | slice, ...], Tensor]]:
     """Initial values of a box of a parameter, in pieces: (index in the box, float32 values on the CPU).
 
-    Only the units that the box touches are drawn, one at a time; a unit is one expert, or has at most 16 M elements.
+    Only the units that the box touches are drawn, one at a time; a unit is one expert, or a block of rows, of at most
+    16 M elements unless a single row has more.
     """
     if not spec.shape:
         values = torch.empty((), dtype=torch.float32, device="cpu")
         rule(values, _generator(seed, spec.name, 0))
         yield (), values
         return
-    step = 1 if spec.kind is ParameterKind.EXPERT else max(_UNIT_ELEMENTS // max(prod(spec.shape[1:]), 1), 1)
+    if spec.kind is ParameterKind.EXPERT or len(spec.shape) == 1:
+        step = 1 if spec.kind is ParameterKind.EXPERT else _UNIT_ELEMENTS
+        yield from _draw_units(spec.name, spec.shape, box, step, rule, seed)
+        return
+    # Every dim but the last counts rows: a parameter [2, F, D] is drawn as [2F, D] is, and so in blocks.
+    flat, step = (prod(spec.shape[:-1]), spec.shape[-1]), max(_UNIT_ELEMENTS // max(spec.shape[-1], 1), 1)
+    for place in product(*map(range, box.shape[:-2])):
+        first_row = 0
+        for start, inside, size in zip(box.offset, (*place, 0), spec.shape[:-1], strict=False):
+            first_row = first_row * size + start + inside
+        matrix = Box((first_row, box.offset[-1]), box.shape[-2:])
+        for index, values in _draw_units(spec.name, flat, matrix, step, rule, seed):
+            yield (*place, *index), values
+
+
+def _draw_units(
+    name: str, shape: tuple[int, ...], box: Box, step: int, rule: InitRule, seed: int
+) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    """Units of `step` entries of the first dim."""
     first, last = box.offset[0], box.offset[0] + box.shape[0]
     columns = tuple(slice(start, start + size) for start, size in zip(box.offset[1:], box.shape[1:], strict=True))
     for unit in range(first // step, -(-last // step) if prod(box.shape) else 0):
-        start, stop = unit * step, min((unit + 1) * step, spec.shape[0])
-        values = torch.empty((stop - start, *spec.shape[1:]), dtype=torch.float32, device="cpu")
-        rule(values, _generator(seed, spec.name, unit))
+        start, stop = unit * step, min((unit + 1) * step, shape[0])
+        values = torch.empty((stop - start, *shape[1:]), dtype=torch.float32, device="cpu")
+        rule(values, _generator(seed, name, unit))
         low, high = max(start, first), min(stop, last)
         yield (slice(low - first, high - first),), values[(slice(low - start, high - start), *columns)]
 

@@ -15,6 +15,27 @@ if TYPE_CHECKING:
         reduce_scatter as reduce_scatter,
     )
     from moe_parallel.config import ParallelConfig as ParallelConfig
+    from moe_parallel.context.balance import (
+        document_numbers as document_numbers,
+        head_tail as head_tail,
+        join_slots as join_slots,
+        padded_slots as padded_slots,
+        per_document as per_document,
+        select_slots as select_slots,
+        split_context as split_context,
+    )
+    from moe_parallel.context.choose import context_attention as context_attention
+    from moe_parallel.context.gather import GatherAttention as GatherAttention
+    from moe_parallel.context.hierarchical import HierarchicalAttention as HierarchicalAttention
+    from moe_parallel.context.ring import RingAttention as RingAttention
+    from moe_parallel.context.rules import context_problems as context_problems
+    from moe_parallel.context.ulysses import AllToAllAttention as AllToAllAttention
+    from moe_parallel.distribute import (
+        ModuleRule as ModuleRule,
+        ParallelPlan as ParallelPlan,
+        apply_plan as apply_plan,
+        without_storage as without_storage,
+    )
     from moe_parallel.errors import MoeParallelError as MoeParallelError
     from moe_parallel.forked import run_distributed as run_distributed
     from moe_parallel.gradients import (
@@ -28,11 +49,31 @@ if TYPE_CHECKING:
     from moe_parallel.mesh import FoldedMesh as FoldedMesh
     from moe_parallel.pending import Pending as Pending
     from moe_parallel.plan import PlanRule as PlanRule, local_box as local_box, shard_specs as shard_specs
+    from moe_parallel.point_to_point import shift as shift
     from moe_parallel.problem import Problem as Problem
-    from moe_parallel.sequence import SequenceInfo as SequenceInfo
+    from moe_parallel.sequence import ContextSplit as ContextSplit, SequenceInfo as SequenceInfo
     from moe_parallel.sharding import Box as Box, ParameterKind as ParameterKind, ShardSpec as ShardSpec
     from moe_parallel.steps import Step as Step, StepKind as StepKind, run_steps as run_steps
+    from moe_parallel.styles import (
+        Boundary as Boundary,
+        SharedPieces as SharedPieces,
+        SplitVocabulary as SplitVocabulary,
+        Style as Style,
+    )
+    from moe_parallel.tensor import (
+        gather_rows as gather_rows,
+        join_rows as join_rows,
+        split_rows as split_rows,
+        sum_everywhere as sum_everywhere,
+        sum_gradients as sum_gradients,
+        sum_outputs as sum_outputs,
+        sum_scatter_rows as sum_scatter_rows,
+    )
     from moe_parallel.topology import LinkClass as LinkClass, Topology as Topology
+    from moe_parallel.vocabulary import (
+        VocabularyEmbedding as VocabularyEmbedding,
+        vocabulary_cross_entropy as vocabulary_cross_entropy,
+    )
     from moe_parallel.world import (
         Place as Place,
         RankError as RankError,
@@ -48,24 +89,41 @@ _MODULE_OF = {
     "all_gather": "collectives",
     "all_reduce": "collectives",
     "all_to_all": "collectives",
+    "AllToAllAttention": "context.ulysses",
+    "apply_plan": "distribute",
     "AttentionCore": "attention",
     "AxisGroups": "groups",
+    "Boundary": "styles",
     "Box": "sharding",
     "CollectiveError": "collectives",
+    "context_attention": "context.choose",
+    "context_problems": "context.rules",
+    "ContextSplit": "sequence",
     "counts_here": "gradients",
+    "document_numbers": "context.balance",
     "FoldedMesh": "mesh",
     "gather_json": "world",
+    "gather_rows": "tensor",
+    "GatherAttention": "context.gather",
     "gradient_axes": "gradients",
     "Groups": "groups",
+    "head_tail": "context.balance",
+    "HierarchicalAttention": "context.hierarchical",
+    "join_rows": "tensor",
+    "join_slots": "context.balance",
     "joined": "world",
     "LinkClass": "topology",
     "local_box": "plan",
     "LocalAttention": "attention",
+    "ModuleRule": "distribute",
     "MoeParallelError": "errors",
+    "padded_slots": "context.balance",
     "ParallelConfig": "config",
     "ParallelLayout": "layout",
+    "ParallelPlan": "distribute",
     "ParameterKind": "sharding",
     "Pending": "pending",
+    "per_document": "context.balance",
     "Place": "world",
     "PlanRule": "plan",
     "Problem": "problem",
@@ -73,15 +131,30 @@ _MODULE_OF = {
     "reduce_norm_parts": "gradients",
     "reduce_scatter": "collectives",
     "replica_axes": "gradients",
+    "RingAttention": "context.ring",
     "run_distributed": "forked",
     "run_steps": "steps",
+    "select_slots": "context.balance",
     "SequenceInfo": "sequence",
     "shard_specs": "plan",
     "ShardSpec": "sharding",
+    "SharedPieces": "styles",
+    "shift": "point_to_point",
+    "split_context": "context.balance",
+    "split_rows": "tensor",
+    "SplitVocabulary": "styles",
     "Step": "steps",
     "StepKind": "steps",
+    "Style": "styles",
+    "sum_everywhere": "tensor",
+    "sum_gradients": "tensor",
+    "sum_outputs": "tensor",
+    "sum_scatter_rows": "tensor",
     "together": "world",
     "Topology": "topology",
+    "vocabulary_cross_entropy": "vocabulary",
+    "VocabularyEmbedding": "vocabulary",
+    "without_storage": "distribute",
 }
 
 __all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604

@@ -12,7 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 THREADED_BACKEND = "moe_threads"
@@ -131,3 +133,79 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def fused_attention(
+    q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, bias_BHQK: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out_BHQD and the logarithm lse_BHQ of the sum of exponentials, by torch's own fused kernels.
+
+    Queries that the bias hides everything from get anything for lse. FP64 has no kernel on CUDA.
+    """
+    aten = torch.ops.aten
+    if not q_BHQD.is_cuda:
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BHQD, k_BGKD, v_BGKD, 0.0, is_causal, attn_mask=bias_BHQK, scale=scale
+        )
+    elif _flash_on_cuda(q_BHQD, bias_BHQK):
+        out, lse = aten._scaled_dot_product_flash_attention(q_BHQD, k_BGKD, v_BGKD, 0.0, is_causal, scale=scale)[:2]
+    else:
+        bias = None if bias_BHQK is None else _aligned_bias(bias_BHQK, q_BHQD)
+        k_BHKD, v_BHKD = (_for_every_head(x, q_BHQD) for x in (k_BGKD, v_BGKD))
+        out, lse = aten._scaled_dot_product_efficient_attention(
+            q_BHQD, k_BHKD, v_BHKD, bias, True, 0.0, is_causal, scale=scale
+        )[:2]
+        lse = lse.narrow(2, 0, q_BHQD.shape[2])  # padded to a multiple of 32
+    return out, lse
+
+
+def fused_attention_backward(
+    grad_BHQD: Tensor,
+    q_BHQD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKD: Tensor,
+    out_BHQD: Tensor,
+    lse_BHQ: Tensor,
+    bias_BHQK: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; `out` and `lse` may be those of more keys than are given."""
+    aten = torch.ops.aten
+    if not q_BHQD.is_cuda:
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_BHQD, q_BHQD, k_BGKD, v_BGKD, out_BHQD, lse_BHQ, 0.0, is_causal, attn_mask=bias_BHQK, scale=scale
+        )
+        return dq, dk, dv
+    seed = torch.zeros((), dtype=torch.int64, device=q_BHQD.device)  # of dropout, which there is none
+    num_queries, num_keys = q_BHQD.shape[2], k_BGKD.shape[2]
+    if _flash_on_cuda(q_BHQD, bias_BHQK):
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+            grad_BHQD, q_BHQD, k_BGKD, v_BGKD, out_BHQD, lse_BHQ.contiguous(), None, None, num_queries, num_keys,
+            0.0, is_causal, seed, seed, scale=scale,
+        )  # fmt: skip
+        return dq, dk, dv
+    bias = None if bias_BHQK is None else _aligned_bias(bias_BHQK, q_BHQD)
+    lse = torch.nn.functional.pad(lse_BHQ, (0, -num_queries % 32))
+    k_BHKD, v_BHKD = (_for_every_head(x, q_BHQD) for x in (k_BGKD, v_BGKD))
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad_BHQD, q_BHQD, k_BHKD, v_BHKD, bias, out_BHQD, lse, seed, seed, 0.0, [True, True, True, False],
+        is_causal, scale=scale,
+    )  # fmt: skip
+    heads = k_BGKD.shape[1]
+    return dq, dk.unflatten(1, (heads, -1)).sum(2), dv.unflatten(1, (heads, -1)).sum(2)
+
+
+def _flash_on_cuda(q_BHQD: Tensor, bias_BHQK: Tensor | None) -> bool:
+    return bias_BHQK is None and q_BHQD.dtype in (torch.float16, torch.bfloat16)
+
+
+def _for_every_head(x_BGKD: Tensor, q_BHQD: Tensor) -> Tensor:
+    return x_BGKD.repeat_interleave(q_BHQD.shape[1] // x_BGKD.shape[1], dim=1)
+
+
+def _aligned_bias(bias_BHQK: Tensor, q_BHQD: Tensor) -> Tensor:
+    """The bias for every row and head, in rows of memory that begin at multiples of eight elements."""
+    keys = bias_BHQK.shape[-1]
+    padded = torch.nn.functional.pad(bias_BHQK, (0, -keys % 8)).narrow(3, 0, keys)
+    return padded.expand(*q_BHQD.shape[:2], -1, -1)

@@ -63,42 +63,51 @@ class LocalAttention:
         """
         if info.context is not None:
             raise MoeParallelError(
-                f"local attention needs whole sequences, but they are split over {info.context.size()} ranks; "
+                f"local attention needs whole sequences, but they are split over {info.context.group.size()} ranks; "
                 "choose an attention core that communicates, or parallel.cp = 1"
             )
-        num_heads, num_kv_heads = q_BSHD.shape[2], k_BSGD.shape[2]
-        if num_heads % num_kv_heads:
-            raise MoeParallelError(f"{num_heads} query heads cannot be shared evenly by {num_kv_heads} key/value heads")
-        value_features = v_BSGV.shape[-1]
-        if value_features < q_BSHD.shape[-1]:
-            # With values narrower than keys torch leaves its fused kernels, and holds all scores at once.
-            v_BSGV = F.pad(v_BSGV, (0, q_BSHD.shape[-1] - value_features))
-        mask = _mask(q_BSHD, info.document_BS, window)
-        # Grouped heads inside the kernel: 4-8 % faster than expanding k and v first (CPU, forward and backward,
-        # B16 S256 H4 G2 D32, float32 and bfloat16), and k and v are not held twice.
-        out_BHSV = F.scaled_dot_product_attention(
-            q_BSHD.transpose(1, 2),
-            k_BSGD.transpose(1, 2),
-            v_BSGV.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=num_heads != num_kv_heads,
-        )
-        return out_BHSV[..., :value_features].transpose(1, 2)
+        check_attention(q_BSHD, k_BSGD, window)
+        mask = _row_mask(q_BSHD.shape[1], info.document_BS, window, q_BSHD.device)
+        return attend_to_rows(q_BSHD, k_BSGD, v_BSGV, mask, scale)
 
 
-def _mask(q_BSHD: Tensor, document_BS: Tensor | None, window: int | None) -> Tensor | None:
+def check_attention(q_BSHD: Tensor, k_BSGD: Tensor, window: int | None) -> None:
+    """Raise a `MoeParallelError` if H is not a multiple of G, or a window does not hold the token itself."""
+    num_heads, num_kv_heads = q_BSHD.shape[2], k_BSGD.shape[2]
+    if num_heads % num_kv_heads:
+        raise MoeParallelError(f"{num_heads} query heads cannot be shared evenly by {num_kv_heads} key/value heads")
+    if window is not None and window < 1:
+        raise MoeParallelError(f"an attention window of {window} hides a token from itself; it is at least 1")
+
+
+def attend_to_rows(q_BSHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """out_BSHV over whole rows in slot order; a mask of None is causal."""
+    value_features = v_BSGV.shape[-1]
+    if value_features < q_BSHD.shape[-1]:
+        # With values narrower than keys torch leaves its fused kernels, and holds all scores at once.
+        v_BSGV = F.pad(v_BSGV, (0, q_BSHD.shape[-1] - value_features))
+    # Grouped heads inside the kernel: 4-8 % faster than expanding k and v first (CPU, forward and backward,
+    # B16 S256 H4 G2 D32, float32 and bfloat16), and k and v are not held twice.
+    out_BHSV = F.scaled_dot_product_attention(
+        q_BSHD.transpose(1, 2),
+        k_BSGD.transpose(1, 2),
+        v_BSGV.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q_BSHD.shape[2] != k_BSGD.shape[2],
+    )
+    return out_BHSV[..., :value_features].transpose(1, 2)
+
+
+def _row_mask(slots: int, document_BS: Tensor | None, window: int | None, device: torch.device) -> Tensor | None:
     """True where query slot s may see key slot t: `t <= s < t + window` and the same document; None is `t <= s`.
 
     [S, S], or [B, 1, S, S] where rows hold several documents.
     """
-    if window is not None and window < 1:
-        raise MoeParallelError(f"an attention window of {window} hides a token from itself; it is at least 1")
-    slots = q_BSHD.shape[1]
     if document_BS is None and (window is None or window >= slots):
         return None
-    slot_S = torch.arange(slots, device=q_BSHD.device)
+    slot_S = torch.arange(slots, device=device)
     distance_SS = slot_S.unsqueeze(1) - slot_S
     visible_SS = distance_SS >= 0 if window is None else (distance_SS >= 0) & (distance_SS < window)
     if document_BS is None:

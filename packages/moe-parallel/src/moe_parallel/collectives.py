@@ -55,7 +55,7 @@ def lost_peers(doing: str, ranks: Sequence[int], seconds: float, error: Exceptio
 def all_reduce(x: Tensor, group: ProcessGroup, op: Literal["sum", "max", "min"] = "sum") -> Pending[Tensor]:
     """Reduce over the group, in place; every rank ends with the same bits."""
     operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
-    return _start("all_reduce", group, x, lambda: dist.all_reduce(x, operation, group=group, async_op=True))
+    return start("all_reduce", group, x, lambda: dist.all_reduce(x, operation, group=group, async_op=True))
 
 
 def all_gather(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Pending[Tensor]:
@@ -63,7 +63,7 @@ def all_gather(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Pen
     x = x.contiguous()
     if out is None:
         out = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-    return _start("all_gather", group, out, lambda: all_gather_into(out, x, group))
+    return start("all_gather", group, out, lambda: all_gather_into(out, x, group))
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
@@ -84,10 +84,10 @@ def reduce_scatter(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
     x = x.contiguous()
     if x.is_cuda:
         out = x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
-        return _start("reduce_scatter", group, out, lambda: reduce_scatter_into(out, x, group))
+        return start("reduce_scatter", group, out, lambda: reduce_scatter_into(out, x, group))
     parts = torch.empty_like(x)
     issue = partial(dist.all_to_all_single, parts, x, group=group, async_op=True)
-    return _start("reduce_scatter", group, parts, issue, lambda received: _add_up(received.chunk(ranks)))
+    return start("reduce_scatter", group, parts, issue, lambda received: _add_up(received.chunk(ranks)))
 
 
 def all_to_all(
@@ -107,7 +107,7 @@ def all_to_all(
         )
     x = x.contiguous()
     out = x.new_empty((sum(receive_rows), *x.shape[1:]))
-    return _start(
+    return start(
         "all_to_all",
         group,
         out,
@@ -132,7 +132,7 @@ class _NamedWork:
         return bool(self._work.is_completed())
 
 
-def _start(
+def start(
     name: str,
     group: ProcessGroup,
     value: Tensor,

@@ -1,9 +1,11 @@
 """The `parallel` section of the configuration. Imports nothing heavy."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from moe_parallel.problem import Problem
+
+CpKind = Literal["ring", "all_to_all", "gather", "hierarchical"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +18,12 @@ class ParallelConfig:
         pp: pipeline stages; the only degree that the dense and the expert view have in common.
         ep: ranks over which the experts of a layer are spread.
         etp: ranks that share one expert's features; independent of `tp`.
+        sequence_parallel: ranks of `tp` share the tokens between attention and feed-forward parts (arXiv 2205.05198),
+            which saves memory there; otherwise each of them holds all.
+        cp_kind: how the ranks of `cp` attend to each other's tokens: keys and values go round them (`ring`), all
+            exchange tokens for heads (`all_to_all`), every rank gets all keys and values (`gather`), or `cp_inner`
+            neighbours exchange tokens for heads and a ring goes round such neighbourhoods (`hierarchical`).
+        cp_inner: ranks of such a neighbourhood.
         timeout_s: after so many seconds without its peers a rank gives up.
     """
 
@@ -26,11 +34,18 @@ class ParallelConfig:
     pp: int = 1
     ep: int = 1
     etp: int = 1
+    sequence_parallel: bool = True
+    cp_kind: CpKind = "ring"
+    cp_inner: int = 1
     timeout_s: float = 600.0
 
     def problems(self) -> list[Problem]:
         """Rules that need no number of ranks; `ParallelLayout` knows the others."""
-        if 0 < self.timeout_s < float("inf"):
-            return []
-        rule = "a number of seconds is finite and above 0"
-        return [Problem(key="parallel.timeout_s", value=self.timeout_s, rule=rule)]
+        found = []
+        if not 0 < self.timeout_s < float("inf"):
+            rule = "a number of seconds is finite and above 0"
+            found.append(Problem(key="parallel.timeout_s", value=self.timeout_s, rule=rule))
+        if self.cp_inner != 1 and self.cp_kind != "hierarchical":
+            rule = f"has no effect with parallel.cp_kind = {self.cp_kind}"
+            found.append(Problem(key="parallel.cp_inner", value=self.cp_inner, rule=rule, legal="1"))
+        return found

@@ -41,6 +41,7 @@ def run_distributed(
     *,
     timeout_s: float = 30,
     limit_s: float = 120,
+    cp_inner: int = 1,
 ) -> list[T]:
     """Run `fn(mesh)` in one forked process per rank, over gloo, with one thread each; returns the results by rank.
 
@@ -49,6 +50,7 @@ def run_distributed(
     Args:
         timeout_s: of every collective.
         limit_s: of the whole run.
+        cp_inner: of the mesh.
 
     Raises:
         Exception: what the first failing rank raised, with a note that names the rank.
@@ -66,7 +68,7 @@ def run_distributed(
         try:
             for rank in range(layout.world):
                 receiver, sender = context.Pipe(duplex=False)
-                arguments = (rank, layout, fn, Path(folder) / "store", timeout_s, sender)
+                arguments = (rank, layout, fn, Path(folder) / "store", timeout_s, cp_inner, sender)
                 processes.append(context.Process(target=_work, args=arguments, name=f"rank {rank}", daemon=True))
                 processes[rank].start()
                 sender.close()
@@ -80,7 +82,13 @@ def run_distributed(
 
 
 def _work(
-    rank: int, layout: ParallelLayout, fn: Callable[[FoldedMesh], Any], file: Path, timeout_s: float, pipe: Connection
+    rank: int,
+    layout: ParallelLayout,
+    fn: Callable[[FoldedMesh], Any],
+    file: Path,
+    timeout_s: float,
+    cp_inner: int,
+    pipe: Connection,
 ) -> None:
     torch.set_num_threads(1)
     timeout = timedelta(seconds=timeout_s)
@@ -89,7 +97,7 @@ def _work(
     store.set_timeout(timeout)
     try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.world, timeout=timeout)
-        answer = ("result", fn(FoldedMesh(layout, timeout_s=timeout_s)))
+        answer = ("result", fn(FoldedMesh(layout, timeout_s=timeout_s, cp_inner=cp_inner)))
     except BaseException as error:  # what test runners raise is no Exception; nothing may be lost in a process
         explain(error, store, rank=rank, world=layout.world)
         error.add_note(f"raised on {layout.words_for(rank)}")

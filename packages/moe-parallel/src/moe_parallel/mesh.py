@@ -15,7 +15,10 @@ from moe_parallel.layout import ParallelLayout
 # process group. The rows do not share: on NCCL a group is one queue, and a gradient reduction that runs under the
 # backward must not hold up the tokens that the next layer waits for.
 ACTIVATION_AXES = (("tp",), ("cp",), ("tp", "cp"), ("pp",), ("ep",), ("etp",), ("etp", "ep"))
-GRADIENT_AXES = (("dp",), ("cp", "dp"), ("edp",))
+GRADIENT_AXES = (("dp",), ("cp", "dp"), ("tp", "cp", "dp"), ("edp",))
+
+# The two axes into which hierarchical attention cuts `cp`, the first varying faster.
+CONTEXT_AXES = ("cp_inner", "cp_outer")
 
 
 class FoldedMesh:
@@ -29,14 +32,17 @@ class FoldedMesh:
         layout: of as many ranks as the default process group has.
         timeout_s: after so long without its peers a collective of these groups fails; the default group (`world`) has
             the time that it was initialised with.
+        cp_inner: consecutive ranks of `cp` that are on the axis `cp_inner`; `cp_outer` has the others. A divisor of cp.
 
     Raises:
         MoeParallelError: the layout is illegal or of another world, or torch.distributed is not initialised.
         CollectiveError: a member of a group died or did not come in time.
     """
 
-    def __init__(self, layout: ParallelLayout, *, timeout_s: float) -> None:
+    def __init__(self, layout: ParallelLayout, *, timeout_s: float, cp_inner: int = 1) -> None:
         layout.check()
+        if cp_inner < 1 or layout.cp % cp_inner:
+            raise MoeParallelError(f"cp_inner = {cp_inner} does not divide cp = {layout.cp}")
         if not dist.is_initialized():
             raise MoeParallelError("torch.distributed is not initialised, so there are no ranks to make groups of")
         if dist.get_world_size() != layout.world:
@@ -45,10 +51,12 @@ class FoldedMesh:
             )
         self.layout = layout
         self.timeout_s = timeout_s
+        self.cp_inner = cp_inner
         self._rank = dist.get_rank()
         self._members_of: dict[tuple[str, ...], tuple[int, ...]] = {}
         self._groups: dict[frozenset[str], ProcessGroup] = {}
-        for row in (ACTIVATION_AXES, GRADIENT_AXES):
+        context_axes = [(axis,) for axis in CONTEXT_AXES] if cp_inner > 1 else []
+        for row in ((*ACTIVATION_AXES, *context_axes), GRADIENT_AXES):
             self._groups |= self._make(row)
 
     def size(self, *axes: str) -> int:
@@ -62,6 +70,8 @@ class FoldedMesh:
             return None
         if axes == ("world",):
             return dist.group.WORLD
+        if axes == ("cp_outer",) and self.cp_inner == 1:
+            axes = ("cp",)
         # Of `cp` and `cp * dp`, which span the same ranks where dp is 1, each has its own: they are from both rows.
         group = self._groups.get(frozenset(axes)) or self._groups.get(self._wide(axes))
         if group is None:
@@ -74,11 +84,20 @@ class FoldedMesh:
 
     def _members(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         if axes not in self._members_of:
-            self._members_of[axes] = self.layout.group_of(self._rank, *axes)
+            self._members_of[axes] = self._context_members(axes) or self.layout.group_of(self._rank, *axes)
         return self._members_of[axes]
 
+    def _context_members(self, axes: tuple[str, ...]) -> tuple[int, ...] | None:
+        if len(axes) != 1 or axes[0] not in CONTEXT_AXES:
+            return None
+        ranks = self.layout.group_of(self._rank, "cp")
+        outer, inner = divmod(ranks.index(self._rank), self.cp_inner)
+        if axes[0] == "cp_outer":
+            return ranks[inner :: self.cp_inner]
+        return ranks[outer * self.cp_inner : (outer + 1) * self.cp_inner]
+
     def _wide(self, axes: tuple[str, ...]) -> frozenset[str]:
-        return frozenset(axis for axis in axes if self.layout.size(axis) > 1)
+        return frozenset(axis for axis in axes if self.size(axis) > 1)
 
     def _make(self, row: Sequence[tuple[str, ...]]) -> dict[frozenset[str], ProcessGroup]:
         """Groups of this rank for a row of axes, one for each set of ranks."""

@@ -22,13 +22,14 @@ class PlanRule:
 
     Attributes:
         pattern: of global names, as of `fnmatch`.
-        kind, placements, grad_sum_axes: as in `ShardSpec`.
+        kind, placements, grad_sum_axes, uneven: as in `ShardSpec`.
     """
 
     pattern: str
     kind: ParameterKind = ParameterKind.DENSE
     placements: tuple[tuple[str, int], ...] = ()
     grad_sum_axes: tuple[str, ...] = ()
+    uneven: bool = False
 
     def __post_init__(self) -> None:
         legal = SPLIT_AXES[self.kind]
@@ -40,16 +41,17 @@ class PlanRule:
             )
 
 
-def shard_specs(model: "nn.Module", rules: Sequence[PlanRule], groups: Groups) -> dict[str, ShardSpec]:
+def shard_specs(model: "nn.Module", rules: Sequence[PlanRule], groups: Groups | None = None) -> dict[str, ShardSpec]:
     """Specs by global name, in the order of the model; the first rule that matches wins, without one a parameter is
     dense and whole on every rank.
 
     Args:
-        model: holds the part of every parameter that belongs to this rank.
+        model: holds whole parameters, on any device.
+        groups: given where it holds the part of every parameter that belongs to this rank, of equal parts.
 
     Raises:
         MoeParallelError: a rule that no parameter reaches, itself or past the rules before it (a pattern without
-            effect is a mistake), or that splits a dim which a parameter does not have.
+            effect is a mistake), that splits a dim which a parameter does not have, or that is uneven with `groups`.
     """
     specs, reached = {}, set()
     for name, parameter in model.named_parameters():
@@ -62,13 +64,20 @@ def shard_specs(model: "nn.Module", rules: Sequence[PlanRule], groups: Groups) -
         for axis, dim in rule.placements:
             if not 0 <= dim < len(shape):
                 raise MoeParallelError(f"the plan splits dim {dim} of {name} over {axis}, but it has {len(shape)} dims")
-            shape[dim] *= groups.size(axis)
+            if groups is not None:
+                if rule.uneven and groups.size(axis) > 1:
+                    raise MoeParallelError(
+                        f"the parts of {name} are uneven, so its whole shape cannot be told from one of them; give "
+                        "shard_specs the whole model, without groups"
+                    )
+                shape[dim] *= groups.size(axis)
         specs[name] = ShardSpec(
             name=name,
             shape=tuple(shape),
             kind=rule.kind,
             placements=rule.placements,
             grad_sum_axes=rule.grad_sum_axes,
+            uneven=rule.uneven,
         )
     unreached = [rule.pattern for number, rule in enumerate(rules) if number not in reached]
     if unreached:
@@ -83,18 +92,25 @@ def shard_specs(model: "nn.Module", rules: Sequence[PlanRule], groups: Groups) -
 def local_box(spec: ShardSpec, groups: Groups) -> Box:
     """The part of a parameter that this rank holds.
 
-    Several placements on one dim nest, the first outermost.
+    Several placements on one dim nest, the first outermost. Uneven parts are of ceil(size / ranks) entries as long as
+    there are any, the last ones shorter or empty.
 
     Raises:
-        MoeParallelError: a dim does not divide.
+        MoeParallelError: a dim does not divide, and the spec does not say that its parts may be uneven.
     """
     offset, shape = [0] * len(spec.shape), list(spec.shape)
     for axis, dim in spec.placements:
-        size = groups.size(axis)
-        if shape[dim] % size:
-            raise MoeParallelError(
-                f"dim {dim} of {spec.name} has {shape[dim]} entries, not a multiple of {axis} = {size}"
-            )
-        shape[dim] //= size
-        offset[dim] += groups.rank(axis) * shape[dim]
+        ranks, rank, size = groups.size(axis), groups.rank(axis), shape[dim]
+        if size % ranks and not spec.uneven:
+            raise MoeParallelError(f"dim {dim} of {spec.name} has {size} entries, not a multiple of {axis} = {ranks}")
+        start, stop = part_of(size, ranks, rank)
+        offset[dim] += start
+        shape[dim] = stop - start
     return Box(tuple(offset), tuple(shape))
+
+
+def part_of(size: int, ranks: int, rank: int) -> tuple[int, int]:
+    """(start, stop) of a rank's part of `size` entries: ceil(size / ranks) each, as long as there are any."""
+    part = -(-size // ranks)
+    start = min(rank * part, size)
+    return start, min(start + part, size)

@@ -1,6 +1,7 @@
 """`SequenceInfo`: what a layer may know of the batch. Layers learn nothing about the batch from anywhere else.
 
-Shape legend: B sequences (rows) here, S token slots per row.
+Shape legend: B sequences (rows) here, S token slots per row on this rank, C ranks that share a row, R = C*S slots of
+the whole row.
 """
 
 from dataclasses import dataclass
@@ -9,6 +10,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ContextSplit:
+    """How the rows of a microbatch are spread over the ranks of a context-parallel group; the same on all of them.
+
+    Attributes:
+        group: the ranks that share every row.
+        slot_CBS: int64, for each rank in the order of the group the slots of the whole row that it holds, ascending.
+            Every slot of a row is held by one rank, and every rank holds equally many.
+        document_BR: int64 document number of every slot of the whole rows; None where a row is one document.
+    """
+
+    group: "ProcessGroup"
+    slot_CBS: "Tensor"
+    document_BR: "Tensor | None" = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +39,12 @@ class SequenceInfo:
         valid_BS: bool, False for padding slots. Padding never enters a statistic or a loss.
         document_BS: int64 document number inside the row where several documents share it; None means that a row is
             one document.
-        context: process group over which the sequence is split; None where each rank holds whole sequences.
+        context: how rows are spread over ranks; None where each rank holds whole rows. The other attributes are those
+            of the slots that this rank holds.
     """
 
     position_BS: "Tensor"
     token_index_BS: "Tensor"
     valid_BS: "Tensor"
     document_BS: "Tensor | None" = None
-    context: "ProcessGroup | None" = None
+    context: "ContextSplit | None" = None

@@ -47,6 +47,7 @@ class ShardSpec:
             replicates it.
         grad_sum_axes: further axes over which gradients must be summed, because ranks there see different tokens
             through a replicated parameter.
+        uneven: parts may differ in size (`local_box`), as those of a vocabulary that no number of ranks divides.
     """
 
     name: str
@@ -54,3 +55,4 @@ class ShardSpec:
     kind: ParameterKind = ParameterKind.DENSE
     placements: tuple[tuple[str, int], ...] = ()
     grad_sum_axes: tuple[str, ...] = ()
+    uneven: bool = False

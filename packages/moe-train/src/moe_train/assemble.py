@@ -4,15 +4,28 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_comm.registry import build_dispatcher
 from moe_kernels import internal_dtype
+from moe_kernels.cross_entropy import cross_entropy
 from moe_kernels.grouped_gemm import select_grouped_gemm
 from moe_memory.data_parallel import DataParallelEngine, build_engine
 from moe_memory.initialise import initialise
 from moe_memory.recompute import activation_policy
-from moe_parallel import AxisGroups, Groups, LocalAttention, Place, shard_specs
+from moe_parallel import (
+    AttentionCore,
+    AxisGroups,
+    Groups,
+    LocalAttention,
+    ParallelConfig,
+    Place,
+    apply_plan,
+    context_attention,
+    vocabulary_cross_entropy,
+    without_storage,
+)
+from moe_parallel.plan import part_of
 from moe_train.allocator import keep_freed_memory
 from moe_train.config.tree import TrainConfig
 from moe_train.data.corpus import load_documents
@@ -20,9 +33,10 @@ from moe_train.data.entropy import TextEntropy, text_entropy
 from moe_train.data.share import Share
 from moe_train.data.source import TokenSource, WindowSource
 from moe_train.data.tokenizer import ByteTokenizer
+from moe_train.data.tokens import TokenSplit
 from moe_train.errors import MoeTrainError
 from moe_train.models.flops import ModelCosts
-from moe_train.models.spec import CausalModel, ModelParts
+from moe_train.models.spec import CausalModel, CrossEntropy, ModelParts
 from moe_train.plugins import MODELS
 
 
@@ -50,6 +64,7 @@ class Training:
     Attributes:
         groups: where this rank stands and with whom it communicates.
         share: which sequences of a batch this rank works on.
+        tokens: which tokens of them.
         model: its parameters belong to the engine.
         engine: gradients in, weights out.
         dtype: internal dtype, of losses and weights of losses.
@@ -60,8 +75,10 @@ class Training:
     device: torch.device
     groups: Groups
     share: Share
+    tokens: TokenSplit
     data: Data
     model: CausalModel
+    cross_entropy: CrossEntropy
     engine: DataParallelEngine
     dtype: torch.dtype
     costs: ModelCosts
@@ -95,17 +112,17 @@ def assemble(config: TrainConfig, groups: Groups | None = None, data: Data | Non
 
     family = MODELS.get_available(config.model.kind)
     parts = ModelParts(
-        attention=LocalAttention(),
+        attention=attention_core(config.parallel, groups),
         dispatcher=build_dispatcher(config.comm, groups, config.model.num_experts),
         grouped_gemm=select_grouped_gemm(config.kernels.grouped_gemm, dtype, device.type),
         activations=activation_policy(config.memory.recompute),
+        cross_entropy=target_losses(groups, data.tokenizer.vocab_size),
         dtype=dtype,
-        expert_parallel=groups.size("ep"),
     )
-    with device:
+    with without_storage():
         model = family.build(config.model, data.tokenizer.vocab_size, parts)
     assert isinstance(model, nn.Module)
-    specs = shard_specs(model, family.plan, groups)
+    specs = apply_plan(model, family.plan(config.model, config.parallel), groups, device=device)
     initialise(model, specs, family.init_rules(config.model), config.train.seed, groups)
     engine = build_engine(
         config.memory, config.optim, groups, compute_dtype=dtype, keep_internal=family.internal_parameters
@@ -115,12 +132,38 @@ def assemble(config: TrainConfig, groups: Groups | None = None, data: Data | Non
         device=device,
         groups=groups,
         share=Share(rank=groups.rank("dp"), ranks=groups.size("dp"), unit=config.train.balance_sequences),
+        tokens=TokenSplit(groups),
         data=data,
+        cross_entropy=parts.cross_entropy,
         model=cast(CausalModel, engine.wrap(model, specs)),
         engine=engine,
         dtype=internal_dtype(dtype),
         costs=family.costs(config.model, data.tokenizer.vocab_size),
     )
+
+
+def attention_core(parallel: ParallelConfig, groups: Groups) -> AttentionCore:
+    """Attention over whole rows, or over rows that the ranks of `cp` share."""
+    if groups.size("cp") == 1:
+        return LocalAttention()
+    if parallel.cp_kind != "hierarchical":
+        return context_attention(parallel.cp_kind)
+    return context_attention(parallel.cp_kind, inner=groups.group("cp_inner"), outer=groups.group("cp_outer"))
+
+
+def target_losses(groups: Groups, vocab_size: int) -> CrossEntropy:
+    """Cross-entropy of each target, of logits that are split over `tp`."""
+    group = groups.group("tp")
+    if group is None:
+        return lambda logits_TV, targets_T, valid_T: cross_entropy(logits_TV, targets_T, valid_T=valid_T)
+    first, _ = part_of(vocab_size, groups.size("tp"), groups.rank("tp"))
+
+    def split(logits_TV: Tensor, targets_T: Tensor, valid_T: Tensor) -> Tensor:
+        return vocabulary_cross_entropy(
+            logits_TV, targets_T, group, first=first, vocab_size=vocab_size, valid_T=valid_T
+        )
+
+    return split
 
 
 def load_data(config: TrainConfig) -> Data:

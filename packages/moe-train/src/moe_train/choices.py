@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_kernels.replay import RouterReplay
 from moe_train.data.batch import Batch
+from moe_train.data.tokens import TokenPart
 from moe_train.errors import MoeTrainError
 
 
@@ -35,7 +37,7 @@ class StepChoices:
     table: RouterReplay
 
     def of(self, batch: Batch) -> "MicrobatchChoices":
-        """The part that concerns the sequences of an execution microbatch; reads its mask on the host."""
+        """The part that concerns an execution microbatch, whose rows are not padded yet; reads its mask on the host."""
         occupied = batch.valid_BS.any(1).nonzero()
         rows = 0 if occupied.numel() == 0 else int(occupied[-1]) + 1
         first = batch.first_sequence if rows else 0
@@ -53,12 +55,14 @@ class MicrobatchChoices:
         sequences: numbers in the global order; sequences of padding after them are not kept.
         slots: tokens of a sequence.
         rows: sequences here, padding included.
+        part: of their tokens, which this rank routes; None is all.
     """
 
     step: StepChoices
     sequences: range
     slots: int
     rows: int
+    part: TokenPart | None = None
 
     def recall(self, layer: str, top_k: int, device: torch.device) -> Tensor | None:
         """Ids [T, K] to force; None where the router is free."""
@@ -69,12 +73,24 @@ class MicrobatchChoices:
         if size:
             found = self.step.table.choices(self.step.step, self.sequences, layer, device=device, shape=(size, top_k))
             ids_TK[:size] = found
-        return ids_TK
+        if self.part is None:
+            return ids_TK
+        more = self.part.shape[1] - self.slots
+        ids_BRK = F.pad(ids_TK.view(self.rows, self.slots, top_k), (0, 0, 0, more), value=-1)
+        return self.part.routed(ids_BRK.flatten(0, 1))
 
     def remember(self, layer: str, ids_TK: Tensor) -> None:
-        """Keep what was chosen, where it is to be kept."""
+        """Keep what was chosen, where it is to be kept: on the first of the ranks that share the sequences, which all
+        come here."""
+        if self.step.mode != "record":
+            return
+        if self.part is not None:
+            ids_TK = self.part.whole(ids_TK)
+            ids_TK = ids_TK.view(*self.part.shape, -1)[:, : self.slots].flatten(0, 1)
+            if self.part.groups.rank("tp", "cp") > 0:
+                return
         size = len(self.sequences) * self.slots
-        if self.step.mode == "record" and size:
+        if size:
             self.step.table.record(self.step.step, self.sequences, layer, ids_TK[:size])
 
 

@@ -23,9 +23,9 @@ def validation_loss(training: Training, sequences: int) -> float:
         size = training.share.ranks * training.config.train.microbatch_sequences
         batch = source.next_batch(training.share, at_most=min(size, remaining))
         remaining -= min(size, remaining)
-        loss_T = microbatch_loss(training, batch.to(training.device))
-        totals += torch.stack([loss_T.sum(dtype=torch.float64).cpu(), batch.target_mask_BS.sum()])
-    group = training.groups.group("dp")
+        loss_T, mask_T = microbatch_loss(training, batch)
+        totals += torch.stack([loss_T.sum(dtype=torch.float64), mask_T.sum()]).cpu()
+    group = training.groups.group("cp", "dp")
     if group is not None:
         all_reduce(totals, group).wait()
     loss, targets = totals.tolist()

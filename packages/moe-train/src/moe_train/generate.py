@@ -1,7 +1,11 @@
 """A sample of text from the model, so that a person can see what it learned."""
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from moe_parallel import all_gather, all_reduce
+from moe_parallel.plan import part_of
 from moe_train.assemble import Training
 from moe_train.data.batch import Batch, document_numbers
 
@@ -10,7 +14,8 @@ from moe_train.data.batch import Batch, document_numbers
 def generate_text(training: Training, prompt: str, num_tokens: int, *, temperature: float, seed: int) -> str:
     """Continue a prompt by sampling; the same weights, prompt and seed give the same text.
 
-    Every token costs one forward over the last `data.sequence_length` tokens: there is no key/value cache.
+    Collective: every rank gets the text. Every token costs one forward over the last `data.sequence_length` tokens:
+    there is no key/value cache.
     """
     training.model.eval()
     tokenizer, length = training.data.tokenizer, training.config.data.sequence_length
@@ -22,8 +27,26 @@ def generate_text(training: Training, prompt: str, num_tokens: int, *, temperatu
         valid_BS = torch.ones_like(token_BS, dtype=torch.bool)
         separate = training.config.data.separate_documents
         document_BS = document_numbers(token_BS, tokenizer.end_of_document) if separate else None
-        batch = Batch.from_rows(token_BS, token_BS, valid_BS, document_BS=document_BS).to(training.device)
-        logits_V = training.model(batch.token_BS, batch.sequence_info(), None).logits_BSV[0, -1]
+        logits_V = _last_logits(training, Batch.from_rows(token_BS, token_BS, valid_BS, document_BS=document_BS))
         probs_V = torch.softmax(logits_V.to(training.dtype) / temperature, dim=-1).cpu()
         tokens.append(int(torch.multinomial(probs_V, 1, generator=generator)))
     return tokenizer.decode(tokens[start:])
+
+
+def _last_logits(training: Training, batch: Batch) -> Tensor:
+    """Logits [V] of the last slot of a batch of one row, on every rank."""
+    groups, last = training.groups, batch.token_BS.shape[1] - 1
+    whole = training.tokens.padded(batch).to(training.device)
+    part = training.tokens.of(whole)
+    here = whole.each(part.rows)
+    logits_SV = training.model(here.token_BS, here.sequence_info(part.context), None).logits_BSV[0]
+    # One rank of `cp` has the slot, and each of `tp` has a part of its logits.
+    is_last_S = part.held(torch.arange(whole.token_BS.shape[1], device=training.device) == last)
+    logits_V = logits_SV[is_last_S].sum(0)
+    if (context := groups.group("cp")) is not None:
+        all_reduce(logits_V, context).wait()
+    if (tensor := groups.group("tp")) is not None:
+        vocab_size = training.data.tokenizer.vocab_size
+        size, _ = part_of(vocab_size, groups.size("tp"), 1)
+        logits_V = all_gather(F.pad(logits_V, (0, size - len(logits_V))), tensor).wait()[:vocab_size]
+    return logits_V

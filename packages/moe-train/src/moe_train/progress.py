@@ -80,7 +80,7 @@ def restore(training: Training, run: RunDirectory) -> Progress:
         return Progress.start(training)
     with together():
         progress, engine = _read(training, path)
-    load_tensors(path, [*training.engine.state_tensors(), *bias_tensors(training.model)])
+    load_tensors(path, [*training.engine.state_tensors(), *bias_tensors(training.model, training.groups)])
     training.engine.load_finished(engine)
     return progress
 
@@ -116,6 +116,6 @@ def _read(training: Training, path: Path) -> tuple[Progress, dict[str, int | flo
 
 def _layout(training: Training) -> dict[str, int | str]:
     """How state was spread, for people; nothing is decided by it."""
-    axes = ("dp", "ep", "edp")
+    axes = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
     sizes = {axis: training.groups.size(axis) for axis in ("world", *axes)}
     return {**sizes, "data_parallel": training.config.memory.data_parallel}

@@ -12,6 +12,7 @@ Shape legend: B sequences, S slots per sequence, T = B*S tokens of an execution 
 G segments (documents of a row, or rows where documents are not kept apart), L layers with a router, E experts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from moe_parallel import Groups, all_reduce
 from moe_train.choices import MicrobatchChoices
 from moe_train.data.batch import Ahead, Batch
+from moe_train.data.tokens import TokenPart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +52,10 @@ class AheadScale:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicrobatchScale:
-    """Weights of the terms that one execution microbatch contributes to the loss of the step.
+class RoutingScale:
+    """What routers need to know of the tokens of an execution microbatch that they see on this rank.
 
     Attributes:
-        target_weight_T: of each target's cross-entropy; zero where masked.
         valid_T: bool, non-padding tokens.
         token_weight_T: of each token's z-loss; zero for padding.
         balance_T: int64, which balance microbatch (of this execution microbatch) a token belongs to.
@@ -64,10 +65,9 @@ class MicrobatchScale:
         num_tokens: N_tok, valid tokens of the whole step.
         window: load of the previous step for the global balance loss; None where that loss is not used.
         choices: what routers repeat or leave behind; None where they do neither.
-        ahead: one entry for each depth of multi-token prediction.
+        reduce: sums a tensor over the ranks that share the balance microbatches; None where this rank has them whole.
     """
 
-    target_weight_T: Tensor
     valid_T: Tensor
     token_weight_T: Tensor
     balance_T: Tensor
@@ -77,7 +77,42 @@ class MicrobatchScale:
     num_tokens: int
     window: LoadWindow | None
     choices: MicrobatchChoices | None
-    ahead: tuple[AheadScale, ...] = ()
+    reduce: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchScale:
+    """Weights of the terms that the tokens of an execution microbatch contribute to the loss of the step.
+
+    Attributes:
+        target_weight_T: of each target's cross-entropy; zero where masked.
+        ahead: one entry for each depth of multi-token prediction.
+        routing: for the routers.
+    """
+
+    target_weight_T: Tensor
+    ahead: tuple[AheadScale, ...]
+    routing: RoutingScale
+
+    def of(self, part: TokenPart) -> "MicrobatchScale":
+        """The same for the tokens of this rank, from that for whole rows."""
+        routing, group = self.routing, part.groups.group("tp", "cp")
+        return MicrobatchScale(
+            target_weight_T=part.held(self.target_weight_T),
+            ahead=tuple(
+                AheadScale(ahead=depth.ahead.each(part.rows), target_weight_T=part.held(depth.target_weight_T))
+                for depth in self.ahead
+            ),
+            routing=replace(
+                routing,
+                valid_T=part.routed(routing.valid_T),
+                token_weight_T=part.routed(routing.token_weight_T),
+                balance_T=part.routed(routing.balance_T),
+                segment_T=part.routed(routing.segment_T),
+                choices=None if routing.choices is None else replace(routing.choices, part=part),
+                reduce=None if group is None else lambda tensor: all_reduce(tensor, group).wait(),
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +202,7 @@ class StepScale:
         window: LoadWindow | None = None,
         choices: MicrobatchChoices | None = None,
     ) -> MicrobatchScale:
-        """Weights for an execution microbatch, in the given (internal) dtype.
+        """Weights for the whole rows of an execution microbatch, in the given (internal) dtype.
 
         It must start at a multiple of `balance_sequences` of the global order, so that it holds whole balance
         microbatches. Terms that do not exist (no target, no token) get weight zero, never a division by zero.
@@ -201,15 +236,17 @@ class StepScale:
         ahead = [batch.ahead(depth + 1) for depth in range(len(self.ahead))]
         return MicrobatchScale(
             target_weight_T=target_weight(batch.target_mask_BS, self.targets),
-            valid_T=valid_T,
-            token_weight_T=token_weight_T,
-            balance_T=balance_T,
-            balance_weight_M=(valid_M > 0).to(dtype) / max(self.num_balance, 1),
-            segment_T=segment_T,
-            segment_weight_G=segment_weight_G,
-            num_tokens=self.num_tokens,
-            window=window,
-            choices=choices,
+            routing=RoutingScale(
+                valid_T=valid_T,
+                token_weight_T=token_weight_T,
+                balance_T=balance_T,
+                balance_weight_M=(valid_M > 0).to(dtype) / max(self.num_balance, 1),
+                segment_T=segment_T,
+                segment_weight_G=segment_weight_G,
+                num_tokens=self.num_tokens,
+                window=window,
+                choices=choices,
+            ),
             ahead=tuple(
                 AheadScale(ahead=part, target_weight_T=target_weight(part.target_mask_BS, count))
                 for part, count in zip(ahead, self.ahead, strict=True)

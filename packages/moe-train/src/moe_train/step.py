@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.cross_entropy import cross_entropy
 from moe_memory.data_parallel.norm import clip_factor
 from moe_memory.optim.schedule import learning_rate
 from moe_parallel import reduce_norm_parts
@@ -50,19 +49,20 @@ class StepResult:
     losses: Mapping[str, float]
 
 
-def microbatch_loss(training: Training, batch: Batch) -> Tensor:
-    """Cross-entropy of each target [T] of a forward outside training, zero where masked."""
-    output = training.model(batch.token_BS, batch.sequence_info(), None)
-    return _target_losses(output.logits_BSV, batch)
-
-
-def _target_losses(logits_BSV: Tensor, batch: Batch) -> Tensor:
-    return cross_entropy(logits_BSV.flatten(0, 1), batch.target_BS.flatten(), valid_T=batch.target_mask_BS.flatten())
+def microbatch_loss(training: Training, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Of each target that this rank has in a forward outside training: its cross-entropy, zero where it does not count,
+    and whether it does. Collective over the ranks that share the rows."""
+    whole = training.tokens.padded(batch).to(training.device)
+    part = training.tokens.of(whole)
+    here = whole.each(part.rows)
+    logits_BSV = training.model(here.token_BS, here.sequence_info(part.context), None).logits_BSV
+    mask_T = here.target_mask_BS.flatten()
+    return training.cross_entropy(logits_BSV.flatten(0, 1), here.target_BS.flatten(), mask_T), mask_T
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Microbatch:
-    """What the segments of one execution microbatch share: the batch, its weights, and the model's own context."""
+    """What the segments of one execution microbatch share: this rank's tokens, their weights, the model's context."""
 
     batch: Batch
     scale: MicrobatchScale
@@ -84,16 +84,20 @@ def forward_backward(
 
     def begin(index: int) -> tuple[Tensor, _Microbatch]:
         repeated = None if choices is None else choices.of(microbatches[index])
-        on_device = microbatches[index].to(training.device)
-        weights = scale.microbatch(on_device, training.dtype, window, repeated)
-        context = training.model.context(on_device.sequence_info(), weights)
-        return on_device.token_BS, _Microbatch(batch=on_device, scale=weights, model=context)
+        whole = training.tokens.padded(microbatches[index]).to(training.device)
+        part = training.tokens.of(whole)
+        weights = scale.microbatch(whole, training.dtype, window, repeated).of(part)
+        here = whole.each(part.rows)
+        context = training.model.context(here.sequence_info(part.context), weights)
+        return here.token_BS, _Microbatch(batch=here, scale=weights, model=context)
 
     def inside(segment: Segment[Any]) -> Segment[_Microbatch]:
         return replace(segment, run=lambda x, microbatch: segment.run(x, microbatch.model))
 
-    def loss(logits_BSV: Tensor, microbatch: _Microbatch) -> Tensor:
-        part = (_target_losses(logits_BSV, microbatch.batch) * microbatch.scale.target_weight_T).sum()
+    def loss(logits_TV: Tensor, microbatch: _Microbatch) -> Tensor:
+        target_BS, mask_BS = microbatch.batch.target_BS, microbatch.batch.target_mask_BS
+        loss_T = training.cross_entropy(logits_TV, target_BS.flatten(), mask_BS.flatten())
+        part = (loss_T * microbatch.scale.target_weight_T).sum()
         losses.append({"loss": part.detach(), **microbatch.model.losses})
         statistics.append(RouterStatistics.stack(microbatch.model.statistics))
         return part

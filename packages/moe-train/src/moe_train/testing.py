@@ -10,7 +10,7 @@ import torch
 from moe_comm.local import LocalDispatcher
 from moe_kernels.grouped_gemm import select_grouped_gemm
 from moe_memory.recompute import activation_policy
-from moe_parallel import LocalAttention
+from moe_parallel import AxisGroups, LocalAttention
 from moe_train import assemble
 from moe_train.config.load import load_config
 from moe_train.config.tree import TrainConfig
@@ -38,7 +38,7 @@ SMALL = (
     "observe.sample_tokens=3",
 )
 # The standard models: what most features of the families are in, at the sizes of SMALL.
-SMALL_QWEN3 = (*SMALL, "model.num_experts=8")
+SMALL_QWEN3 = (*SMALL, "model.num_experts=8", "model.expert_features=12")
 SMALL_DEEPSEEK = (
     *SMALL,
     "model.num_layers=3",
@@ -49,8 +49,9 @@ SMALL_DEEPSEEK = (
     "model.latent.query_features=10",
     "model.latent.rotary_features=6",
     "model.latent.value_features=7",
-    "model.dense_features=17",
-    "model.shared_features=12",
+    "model.expert_features=12",
+    "model.dense_features=20",
+    "model.shared_features=28",
     "model.mtp_layers=2",
 )
 STANDARD = {"tiny_qwen3_moe": SMALL_QWEN3, "tiny_deepseek_v3": SMALL_DEEPSEEK}
@@ -81,6 +82,7 @@ def small_model(config: DecoderConfig, vocab_size: int, dtype: torch.dtype, reco
         dispatcher=LocalDispatcher(config.num_experts),
         grouped_gemm=select_grouped_gemm("auto", dtype, "cpu"),
         activations=activation_policy("full" if recompute == "full" else "none"),
+        cross_entropy=assemble.target_losses(AxisGroups(), vocab_size),
         dtype=dtype,
     )
     return Decoder(config, vocab_size, parts)

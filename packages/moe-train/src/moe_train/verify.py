@@ -4,22 +4,27 @@ Rounding can neither hide a fault nor imitate one in float64, so that a differen
 program. Every second step is ragged: some sequences are short, some targets masked.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from itertools import combinations_with_replacement, product
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from moe_memory.data_parallel import StateTensor
-from moe_parallel import FoldedMesh, ParallelLayout, run_distributed
+from moe_parallel import FoldedMesh, ParallelConfig, ParallelLayout, run_distributed
+from moe_parallel.config import CpKind
 from moe_parallel.testing import legal_layouts
 from moe_train.assemble import Data, assemble, load_data
 from moe_train.config.tree import TrainConfig
 from moe_train.data.batch import Batch
+from moe_train.data.tokenizer import ByteTokenizer
 from moe_train.errors import MoeTrainError
 from moe_train.models.bias import bias_tensors
+from moe_train.plugins import MODELS
 from moe_train.scale import LoadWindow
 from moe_train.step import run_step
 
@@ -32,6 +37,9 @@ _LIMIT_S = 1200.0
 
 Engine = Literal["zero1", "fsdp"]
 ENGINES: tuple[Engine, ...] = ("zero1", "fsdp")
+AXES = ("tp", "cp", "dp", "etp", "ep", "edp")
+
+_STRIDE = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +47,34 @@ class Case:
     """One way to spread the same training.
 
     Attributes:
-        layout: of ranks.
+        world: number of ranks.
+        parallel: degrees, and how they work.
         engine: of data parallelism.
         microbatch_sequences: sequences of a forward, which sets how often gradients are accumulated.
     """
 
-    layout: ParallelLayout
+    world: int
+    parallel: ParallelConfig
     engine: Engine
     microbatch_sequences: int
 
+    @property
+    def layout(self) -> ParallelLayout:
+        degrees = self.parallel
+        return ParallelLayout(world=self.world, tp=degrees.tp, cp=degrees.cp, ep=degrees.ep, etp=degrees.etp)
+
+    @property
+    def choices(self) -> dict[str, int | str]:
+        """Everything that a case chooses, by name; what its degrees leave without effect is left out."""
+        found: dict[str, int | str] = {axis: self.layout.size(axis) for axis in AXES}
+        if self.parallel.tp > 1:
+            found["sequence"] = "split" if self.parallel.sequence_parallel else "whole"
+        if self.parallel.cp > 1:
+            found["cp_kind"] = self.parallel.cp_kind
+        return {**found, "engine": self.engine, "microbatch": self.microbatch_sequences}
+
     def __str__(self) -> str:
-        layout = self.layout
-        return f"dp={layout.dp} ep={layout.ep} edp={layout.edp} {self.engine} microbatch={self.microbatch_sequences}"
+        return " ".join(f"{name}={value}" for name, value in self.choices.items() if value != 1 or name not in AXES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,45 +102,69 @@ class Deviation:
         return step and self.loss <= STATE_LIMIT and self.state[0] <= STATE_LIMIT
 
 
-def cases(config: TrainConfig, world: int, engines: Sequence[Engine] = ENGINES) -> list[Case]:
-    """Every legal layout of the axes that exist, with every engine; accumulation changes from case to case.
+def cases(config: TrainConfig, world: int) -> list[Case]:
+    """Every legal layout of the axes that exist; what else there is to choose changes from layout to layout.
+
+    Between the layouts that share degrees of the dense view, every way to do context parallelism, sequence parallelism
+    or not and the data-parallel engine take turns, so that all of them meet if there are enough layouts.
 
     Raises:
         MoeTrainError: there is none.
     """
-    train = config.train
     found: list[Case] = []
+    places: Counter[tuple[int, int]] = Counter()
     for layout in legal_layouts(world):
-        if (layout.tp, layout.cp, layout.pp, layout.etp) != (1, 1, 1, 1):
+        if layout.pp > 1 or layout.problems(num_experts=config.model.num_experts):
             continue
-        if layout.problems(num_experts=config.model.num_experts):
+        ways = list(_ways(config, layout))
+        if not ways:
             continue
-        share = -(-train.global_batch_sequences // layout.dp)
-        whole = -(-share // train.balance_sequences)
-        for engine in engines:
-            # In turn: all in one forward, half of it, a single balance microbatch.
-            units = (whole, -(-whole // 2), 1)[len(found) % 3]
-            found.append(Case(layout=layout, engine=engine, microbatch_sequences=units * train.balance_sequences))
+        place = places[layout.tp, layout.cp]
+        places[layout.tp, layout.cp] += 1
+        # A stride without a common divisor with any number of ways, so that neighbours differ in all they can.
+        engine, parallel = ways[place * _STRIDE % len(ways)]
+        share = -(-config.train.global_batch_sequences // layout.dp)
+        whole = -(-share // config.train.balance_sequences)
+        # In turn: all in one forward, half of it, a single balance microbatch.
+        units = (whole, -(-whole // 2), 1)[len(found) % 3]
+        microbatch = units * config.train.balance_sequences
+        found.append(Case(world=world, parallel=parallel, engine=engine, microbatch_sequences=microbatch))
     if not found:
-        raise MoeTrainError(f"no layout of {world} ranks is legal for {config.model.num_experts} experts")
+        raise MoeTrainError(f"no layout of {world} ranks is legal for this model")
     return found
 
 
+def _ways(config: TrainConfig, layout: ParallelLayout) -> Iterator[tuple[Engine, ParallelConfig]]:
+    """All that is legal beside the degrees."""
+    family = MODELS.get(config.model.kind)
+    kinds: tuple[CpKind, ...] = get_args(CpKind) if layout.cp > 1 else ("ring",)
+    for engine, split, kind in product(ENGINES, (True, False) if layout.tp > 1 else (True,), kinds):
+        parallel = replace(
+            config.parallel,
+            **{axis: layout.size(axis) for axis in ("tp", "cp", "ep", "etp")},
+            sequence_parallel=split,
+            cp_kind=kind,
+            cp_inner=2 if kind == "hierarchical" else 1,
+        )
+        if not family.problems(config.model, ByteTokenizer().vocab_size, parallel) and not parallel.problems():
+            yield engine, parallel
+
+
 def sample(found: Sequence[Case], limit: int) -> list[Case]:
-    """At most `limit` cases in which as many values of ep, engine and accumulation occur as can, of ep first."""
+    """At most `limit` cases in which as many values and pairs of values of all choices occur as can."""
     chosen: list[Case] = []
     rest = list(found)
     seen: set[object] = set()
     while rest and len(chosen) < limit:
-        best = max(rest, key=lambda case: (("ep", case.layout.ep) not in seen, len(_values(case) - seen)))
+        best = max(rest, key=lambda case: len(_pairs(case) - seen))
         rest.remove(best)
         chosen.append(best)
-        seen |= _values(best)
+        seen |= _pairs(best)
     return chosen
 
 
-def _values(case: Case) -> set[object]:
-    return {("ep", case.layout.ep), ("engine", case.engine), ("microbatch", case.microbatch_sequences)}
+def _pairs(case: Case) -> set[object]:
+    return set(combinations_with_replacement(case.choices.items(), 2))
 
 
 def verify(
@@ -130,7 +178,7 @@ def verify(
     config = _in_float64(config)
     data = load_data(config) if data is None else data
     alone = Case(
-        layout=ParallelLayout(world=1), engine="zero1", microbatch_sequences=config.train.global_batch_sequences
+        world=1, parallel=ParallelConfig(), engine="zero1", microbatch_sequences=config.train.global_batch_sequences
     )
     reference = _run(config, alone, data, steps, timeout_s)
     for case in chosen:
@@ -164,10 +212,9 @@ def _in_float64(config: TrainConfig) -> TrainConfig:
 
 
 def _run(config: TrainConfig, case: Case, data: Data, steps: int, timeout_s: float) -> _Run:
-    layout = case.layout
     config = replace(
         config,
-        parallel=replace(config.parallel, ep=layout.ep),
+        parallel=case.parallel,
         memory=replace(config.memory, data_parallel=case.engine),
         train=replace(config.train, microbatch_sequences=case.microbatch_sequences),
     )
@@ -175,7 +222,9 @@ def _run(config: TrainConfig, case: Case, data: Data, steps: int, timeout_s: flo
     def on_rank(mesh: FoldedMesh) -> tuple[list[float], list[_Part], list[_Part]]:
         return _train(config, mesh, data, steps)
 
-    ranks = run_distributed(layout, on_rank, timeout_s=timeout_s, limit_s=_LIMIT_S)
+    ranks = run_distributed(
+        case.layout, on_rank, timeout_s=timeout_s, limit_s=_LIMIT_S, cp_inner=case.parallel.cp_inner
+    )
     losses = ranks[0][0]
     if any(other[0] != losses for other in ranks):
         raise MoeTrainError(f"{case}: ranks disagree on the loss: {[other[0] for other in ranks]}")
@@ -208,7 +257,7 @@ def _train(
 
     def keep_gradients() -> None:
         if not losses:
-            gradients.extend(map(_Part.of, training.engine.gradient_tensors()))
+            gradients.extend(_owned(training.engine.gradient_tensors()))
 
     window: LoadWindow | None = None
     for number in range(steps):
@@ -221,7 +270,11 @@ def _train(
         if config.model.balance.glob > 0:
             window = LoadWindow(counts_LE=result.statistics.counts, num_tokens=result.scale.num_tokens)
     state = [*training.engine.state_tensors(), *bias_tensors(training.model, training.groups)]
-    return losses, gradients, list(map(_Part.of, state))
+    return losses, gradients, list(_owned(state))
+
+
+def _owned(tensors: Iterable[StateTensor]) -> Iterator[_Part]:
+    return (_Part.of(tensor) for tensor in tensors if tensor.owned)
 
 
 def ragged(batch: Batch, step: int) -> Batch:

@@ -11,6 +11,7 @@ from moe_train.models.config import DecoderConfig
 from moe_train.models.decoder import Decoder
 from moe_train.models.families import DECODER
 from moe_train.models.flops import decoder_costs
+from moe_train.models.plan import decoder_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +26,19 @@ class ParallelBlock(nn.Module):
         self.attention = build_attention(config, layer, parts)
         self.moe = build_moe(config, layer, parts)
 
-    def forward(self, replay, x_BSD, info, rope, scale):
-        h_BSD = self.norm(x_BSD)
-        y_BSD, statistics = self.moe(h_BSD, info.valid_BS, scale, replay)
-        return x_BSD + self.attention(h_BSD, info, rope) + y_BSD, statistics
+    def forward(self, replay, x_TD, info, rope, scale):
+        h_TD = self.norm(x_TD)
+        y_TD, statistics = self.moe(h_TD, info.valid_BS.flatten(), scale, replay)
+        return x_TD + self.attention(h_TD, info, rope) + y_TD, statistics
 
 
 def build(config, vocab_size, parts):
     return Decoder(config, vocab_size, parts, block=ParallelBlock)
+
+
+def plan(config, parallel):
+    """How it is spread over ranks: as the decoder, but for the names of the norms."""
+    return decoder_plan(config, parallel, norms=["norm"])
 
 
 def costs(config, vocab_size):
@@ -42,4 +48,4 @@ def costs(config, vocab_size):
     return replace(found, parameters=found.parameters - norms, active_parameters=found.active_parameters - norms)
 
 
-SPEC = replace(DECODER, name="acme_parallel", config=AcmeConfig, build=build, costs=costs)
+SPEC = replace(DECODER, name="acme_parallel", config=AcmeConfig, build=build, plan=plan, costs=costs)

@@ -17,6 +17,14 @@ from torch import Generator, Tensor
 
 from moe_kernels import Routing, internal_dtype
 
+# A number of expert-parallel ranks; or (etp, ep), a block of etp * ep ranks where each expert is split over etp.
+World = int | tuple[int, int]
+
+
+def block(world: World) -> tuple[int, int]:
+    """etp and ep."""
+    return world if isinstance(world, tuple) else (1, world)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -25,7 +33,8 @@ class Case:
     Attributes:
         name: for messages.
         tokens: T of each rank.
-        local_experts: experts per rank.
+        etp: ranks that share an expert; a rank is `shard + etp * place`.
+        local_experts: experts per rank, shared or not.
         top_k: K.
         hidden: D.
         pattern: how ids are drawn, a key of `PATTERNS`.
@@ -36,6 +45,7 @@ class Case:
 
     name: str
     tokens: tuple[int, ...]
+    etp: int = 1
     local_experts: int = 3
     top_k: int = 2
     hidden: int = 8
@@ -52,7 +62,21 @@ class Case:
     @property
     def num_experts(self) -> int:
         """E."""
-        return self.world * self.local_experts
+        return self.world // self.etp * self.local_experts
+
+    def local(self, rank: int) -> slice:
+        """The experts of a rank among all."""
+        place = rank // self.etp
+        return slice(place * self.local_experts, (place + 1) * self.local_experts)
+
+    def share(self, rank: int) -> float:
+        """What a rank multiplies its outputs with, so that those of the ranks that share an expert sum to the whole.
+
+        Shares differ, so that a part that is missing or counted twice shows. They are powers of two of both signs (4,
+        -2, -1 for three ranks): the product is exact in every dtype, and so is the sum.
+        """
+        shard = rank % self.etp
+        return (1.0 if shard == 0 else -1.0) * 2.0 ** (self.etp - 1 - shard)
 
     def inputs(self, rank: int) -> "Inputs":
         """What one rank brings."""
@@ -91,29 +115,37 @@ class Inputs:
         return self.x_TD.detach().clone().requires_grad_(), self.probs_TK.detach().clone().requires_grad_()
 
 
-def edge_cases(world: int, *, hidden: int, largest_top_k: int | None) -> list[Case]:
+def edge_cases(world: World, *, hidden: int, largest_top_k: int | None) -> list[Case]:
     """Routings and token counts at the edge; sizes differ from each other and from the number of ranks."""
-    ragged = tuple((65, 1, 63, 15)[rank % 4] for rank in range(world))
-    nothing = (0,) * world
-    plain = Case(name="uniform", tokens=ragged, hidden=hidden, seed=world)
+    etp, ep = block(world)
+    ranks = etp * ep
+    ragged = tuple((65, 1, 63, 15)[rank % 4] for rank in range(ranks))
+    nothing = (0,) * ranks
+    plain = Case(name="uniform", tokens=ragged, etp=etp, hidden=hidden, seed=ranks)
     cases = [
         plain,
         replace(plain, name="one choice", top_k=1),
         replace(plain, name="eight choices", local_experts=8, top_k=8),
         replace(plain, name="every expert", top_k=plain.num_experts),
-        replace(plain, name="one expert per rank", local_experts=1, top_k=min(2, world)),
+        replace(plain, name="one expert per rank", local_experts=1, top_k=min(2, ep)),
         replace(plain, name="all to one expert", pattern="one expert"),
         replace(plain, name="one rank's experts unused", pattern="last rank unused"),
         replace(plain, name="duplicates", pattern="duplicates", top_k=5),
         replace(plain, name="no choice at all", pattern="nothing"),
         replace(plain, name="every other choice is none", pattern="alternate", top_k=min(4, plain.num_experts)),
         replace(plain, name="a third of the choices is none", pattern="masked", top_k=3),
-        replace(plain, name="a few tokens", tokens=tuple(1 + rank for rank in range(world))),
+        replace(plain, name="a few tokens", tokens=tuple(1 + rank for rank in range(ranks))),
         replace(plain, name="no tokens anywhere", tokens=nothing),
         replace(plain, name="no tokens on the first rank", tokens=(0, *ragged[1:])),
         replace(plain, name="tokens on the last rank only", tokens=(*nothing[1:], 7)),
     ]
     return [case for case in cases if largest_top_k is None or case.top_k <= largest_top_k]
+
+
+def even_case(name: str, world: World, hidden: int = 8) -> Case:
+    """Four tokens on every rank."""
+    etp, ep = block(world)
+    return Case(name=name, tokens=(4,) * (etp * ep), etp=etp, hidden=hidden)
 
 
 def few_cases(cases: list[Case]) -> list[Case]:
@@ -124,15 +156,17 @@ def few_cases(cases: list[Case]) -> list[Case]:
     ]
 
 
-def random_cases(world: int, count: int, *, hidden: int, largest_top_k: int | None) -> Iterator[Case]:
+def random_cases(world: World, count: int, *, hidden: int, largest_top_k: int | None) -> Iterator[Case]:
     """Random token counts, sizes and patterns; the same ones in every run."""
+    etp, ep = block(world)
     for seed in range(count):
         draw = random.Random(f"{world} {seed}")
         local_experts = draw.choice((1, 2, 3, 5))
-        top_k = draw.randint(1, min(world * local_experts, largest_top_k or 8, 8))
+        top_k = draw.randint(1, min(ep * local_experts, largest_top_k or 8, 8))
         yield Case(
             name=f"random {seed}",
-            tokens=tuple(draw.choice((0, 1, 2, 7, 16, 33)) for _ in range(world)),
+            tokens=tuple(draw.choice((0, 1, 2, 7, 16, 33)) for _ in range(etp * ep)),
+            etp=etp,
             local_experts=local_experts,
             top_k=top_k,
             hidden=hidden * draw.choice((1, 2)),

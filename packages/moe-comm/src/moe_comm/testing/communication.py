@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatcher import Dispatched, Parcel, TokenDispatcher
-from moe_comm.testing.cases import Case
+from moe_comm.testing.cases import Case, World
 from moe_comm.testing.harness import Harness
 from moe_comm.testing.verdict import require, same
 from moe_parallel import Pending
@@ -22,7 +22,7 @@ T = TypeVar("T")
 class CommunicationRules(Harness):
     """Who communicates, and when."""
 
-    def test_only_exchanges_communicate(self, world: int) -> None:
+    def test_only_exchanges_communicate(self, world: World) -> None:
         """`prepare`, `arrange`, `prepare_return` and `merge` issue no collective, forward or backward.
 
         The other steps issue the same number on every rank, with zero tokens too, in backward too.
@@ -72,7 +72,7 @@ class CommunicationRules(Harness):
                 f"{case.name}: ranks differ in the number of collectives per step, forward and backward: {results}",
             )
 
-    def test_overlapped_exchange(self, world: int) -> None:
+    def test_overlapped_exchange(self, world: World) -> None:
         """`exchange` returns a `Pending`; waiting for it later, or twice, changes nothing."""
 
         def on_rank(case: Case, rank: int, dispatcher: TokenDispatcher[Any]) -> None:

@@ -3,7 +3,7 @@
     class TestAcme(DispatcherConformance):
         plugin = PLUGIN
         config = AcmeConfig()
-        worlds = (1, 2, 3, 4)
+        worlds = (1, 2, 3, 4, (2, 1), (2, 3))
 
 Ranks are threads (`moe_parallel.testing.run_threads`) and tensors are on the CPU. Memory is poisoned: what nobody wrote
 is NaN. Values are of order one and judged in float64, which the dispatcher must carry, so that a missing or halved term
@@ -13,6 +13,7 @@ cannot hide. Sizing with a fixed capacity is only checked to be refused where it
 from dataclasses import is_dataclass
 
 from moe_comm.dispatcher import DISPATCHER_INTERFACE_VERSION
+from moe_comm.testing.cases import block
 from moe_comm.testing.communication import CommunicationRules
 from moe_comm.testing.refusals import RefusalRules
 from moe_comm.testing.reuse import ReuseRules
@@ -27,7 +28,7 @@ class DispatcherConformance(RowRules, ValueRules, ReuseRules, CommunicationRules
     Attributes:
         plugin: the plug-in record.
         config: an instance of its config.
-        worlds: numbers of expert-parallel ranks to run on.
+        worlds: numbers of expert-parallel ranks to run on; a pair (etp, ep) is a block of ranks with split experts.
         roundings: how often a combined sum is rounded to the row dtype; 1 where all of it is added up in the internal
             dtype, more for dispatchers that send partial sums in the dtype of the rows.
     """
@@ -41,3 +42,12 @@ class DispatcherConformance(RowRules, ValueRules, ReuseRules, CommunicationRules
         require(self.config.kind == plugin.name, "the config's `kind` is the plug-in's name")
         require(plugin.config().kind == plugin.name, "the config's `kind` has the plug-in's name as default")
         require(plugin.available() is None, f"cannot run here: {plugin.available()}")
+
+    def test_split_experts_are_tested_where_they_are_served(self) -> None:
+        """A dispatcher that says it serves `etp` > 1 is put through it: `worlds` has a pair with as much."""
+        served = self.capabilities(self.worlds[0]).largest_etp
+        tested = max(block(world)[0] for world in self.worlds)
+        if served is None or served > 1:
+            require(tested > 1, f"serves etp up to {served or 'any'}, but `worlds` has no pair (etp, ep) with etp > 1")
+        else:
+            require(tested == 1, f"`worlds` has etp = {tested}, but the dispatcher keeps whole experts")

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from moe_comm.dispatcher import (
@@ -21,7 +23,7 @@ from moe_comm.dispatcher import (
     combine,
     dispatch,
 )
-from moe_comm.testing.cases import Case, Inputs, edge_cases, few_cases, random_cases
+from moe_comm.testing.cases import Case, Inputs, World, block, edge_cases, few_cases, random_cases
 from moe_comm.testing.reference import Row, apply_experts
 from moe_comm.testing.verdict import poisoned_memory
 from moe_parallel import AxisGroups, Groups
@@ -29,7 +31,7 @@ from moe_parallel.testing import run_threads
 
 T = TypeVar("T")
 
-EXACT_TO = 1e-9  # float64, values of order one
+EXACT_TO = 1e-12  # float64, values of order one
 SAME_SUM = 1e-12  # float64, the same terms in another order
 
 
@@ -38,19 +40,20 @@ class Harness:
 
     plugin: ClassVar[DispatcherPlugin[Any]]
     config: ClassVar[Any]
-    worlds: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)
+    worlds: ClassVar[tuple[World, ...]] = (1, 2, 3, 4)
     roundings: ClassVar[int] = 1
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """Run every test that takes `world` once per world."""
         if "world" in metafunc.fixturenames:
-            metafunc.parametrize("world", self.worlds)
+            metafunc.parametrize("world", self.worlds, ids=str)
 
     def on_cases(self, cases: list[Case], on_rank: Callable[[Case, int, TokenDispatcher[Any]], T]) -> list[list[T]]:
         """Run `on_rank(case, rank, dispatcher)` on every rank for every case; results by case, then by rank."""
 
         def run(rank: int, groups: AxisGroups) -> list[T]:
-            return [on_rank(case, rank, self.build(groups, case.num_experts)) for case in cases]
+            inner = split_groups(rank, groups, cases[0].etp)
+            return [on_rank(case, rank, self.build(inner, case.num_experts)) for case in cases]
 
         with poisoned_memory():
             by_rank = run_threads(cases[0].world, run)
@@ -60,24 +63,29 @@ class Harness:
         """The dispatcher of one rank."""
         return self.plugin.build(self.config, groups, num_experts)
 
-    def capabilities(self, world: int) -> Capabilities:
+    def capabilities(self, world: World) -> Capabilities:
         """What a dispatcher built for this many ranks says of itself."""
-        return run_threads(world, lambda rank, groups: self.build(groups, 3 * world).capabilities)[0]
+        etp, ep = block(world)
 
-    def hidden(self, world: int) -> int:
+        def run(rank: int, groups: AxisGroups) -> Capabilities:
+            return self.build(split_groups(rank, groups, etp), 3 * ep).capabilities
+
+        return run_threads(etp * ep, run)[0]
+
+    def hidden(self, world: World) -> int:
         """A number of features that the dispatcher carries and that differs from the other sizes."""
         multiple = self.capabilities(world).hidden_multiple
         return multiple * (1 if multiple >= 5 else 6)
 
-    def edge_cases(self, world: int) -> list[Case]:
+    def edge_cases(self, world: World) -> list[Case]:
         """Routings at the edge, within the limits of the dispatcher."""
         return edge_cases(world, hidden=self.hidden(world), largest_top_k=self.capabilities(world).largest_top_k)
 
-    def few_cases(self, world: int) -> list[Case]:
+    def few_cases(self, world: World) -> list[Case]:
         """The edge cases that differ most."""
         return few_cases(self.edge_cases(world))
 
-    def random_cases(self, world: int) -> list[Case]:
+    def random_cases(self, world: World) -> list[Case]:
         """Random routings, within the limits of the dispatcher."""
         limit = self.capabilities(world).largest_top_k
         return list(random_cases(world, 6, hidden=self.hidden(world), largest_top_k=limit))
@@ -87,9 +95,26 @@ class Harness:
         return sorted(self.capabilities(self.worlds[0]).dtypes, key=str)
 
 
+def split_groups(rank: int, groups: AxisGroups, etp: int) -> AxisGroups:
+    """The ranks of a threaded world as a block of `etp` times the rest, etp fastest."""
+    world = groups.group("world")
+    if world is None or etp == 1:
+        return groups
+
+    def group_of(members: list[range]) -> ProcessGroup:
+        # Every rank makes all of them.
+        made: list[ProcessGroup] = [dist.new_group(list(ranks)) for ranks in members]
+        return next(group for ranks, group in zip(members, made, strict=True) if rank in ranks)
+
+    size = world.size()
+    sharers = group_of([range(first, first + etp) for first in range(0, size, etp)])
+    places = group_of([range(shard, size, etp) for shard in range(etp)])
+    return AxisGroups({"etp": sharers, "ep": places, ("etp", "ep"): world, "world": world})
+
+
 def local_experts(case: Case, rank: int) -> Tensor:
-    """The matrices of the experts of a rank."""
-    return case.experts()[rank * case.local_experts : (rank + 1) * case.local_experts].clone()
+    """The matrices of the experts of a rank, or its share of them."""
+    return case.experts()[case.local(rank)] * case.share(rank)
 
 
 def send(dispatcher: TokenDispatcher[Any], given: Inputs, sizing: Sizing = EXACT) -> tuple[Dispatched, Plan]:

@@ -23,7 +23,7 @@ class Row:
 def expected_rows(case: Case, rank: int) -> list[list[Row]]:
     """The rows of each local expert of a rank, in the order of the contract: source rank, token, choice."""
     ids = [case.inputs(source).ids_TK.tolist() for source in range(case.world)]
-    first = rank * case.local_experts
+    first = case.local(rank).start
     return [
         [
             Row(source, token, choice)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moe_comm.dispatcher import Sizing, TokenDispatcher
-from moe_comm.testing.cases import Case
+from moe_comm.testing.cases import Case, World, even_case
 from moe_comm.testing.harness import Harness
 from moe_comm.testing.verdict import refused, require
 from moe_parallel.testing import count_collectives
@@ -18,7 +18,7 @@ from moe_parallel.testing import count_collectives
 class RefusalRules(Harness):
     """What does not fit is refused."""
 
-    def test_malformed_routing_is_refused_before_any_collective(self, world: int) -> None:
+    def test_malformed_routing_is_refused_before_any_collective(self, world: World) -> None:
         """Wrong sizes, dtypes and limits are the same mistake on every rank, and every rank says so on the spot."""
         capabilities = self.capabilities(world)
 
@@ -43,22 +43,22 @@ class RefusalRules(Harness):
                     refused(label, dispatcher.plan, routing, sizing)
                 require(not issued, f"{label} is noticed only after {', '.join(issued)}")
 
-        self.on_cases([Case(name="bad", tokens=(4,) * world)], on_rank)
+        self.on_cases([even_case("bad", world)], on_rank)
 
-    def test_an_id_out_of_range_is_refused_on_every_rank(self, world: int) -> None:
+    def test_an_id_out_of_range_is_refused_on_every_rank(self, world: World) -> None:
         """One rank has an id below -1 or beyond the last expert: `plan` raises on all, so that none waits for ever."""
 
         def on_rank(case: Case, rank: int, dispatcher: TokenDispatcher[Any]) -> None:
             for wrong in (-2, case.num_experts):
                 ids_TK = case.inputs(rank).ids_TK
-                if rank == world - 1:
+                if rank == case.world - 1:
                     ids_TK[1, 1] = wrong
                 routing = replace(case.inputs(rank).routing(), ids_TK=ids_TK)
                 refused(f"expert id {wrong}", dispatcher.plan, routing)
 
-        self.on_cases([Case(name="bad id", tokens=(4,) * world)], on_rank)
+        self.on_cases([even_case("bad id", world)], on_rank)
 
-    def test_tokens_that_do_not_fit_the_plan_are_refused(self, world: int) -> None:
+    def test_tokens_that_do_not_fit_the_plan_are_refused(self, world: World) -> None:
         """Another number of tokens, another dtype or number of features than can be carried."""
         capabilities = self.capabilities(world)
 
@@ -73,4 +73,4 @@ class RefusalRules(Harness):
                     refused(label, dispatcher.prepare, plan, x_TD, given.probs_TK)
                 require(not issued, f"{label}: {', '.join(issued)} was issued")
 
-        self.on_cases([Case(name="bad tokens", tokens=(4,) * world, hidden=self.hidden(world))], on_rank)
+        self.on_cases([even_case("bad tokens", world, hidden=self.hidden(world))], on_rank)

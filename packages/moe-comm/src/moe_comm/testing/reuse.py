@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moe_comm.dispatcher import TokenDispatcher, combine, dispatch
-from moe_comm.testing.cases import Case
+from moe_comm.testing.cases import Case, World
 from moe_comm.testing.harness import Harness, experts, layer_with_grads, local_experts
 from moe_comm.testing.verdict import same
 
@@ -17,7 +17,7 @@ from moe_comm.testing.verdict import same
 class ReuseRules(Harness):
     """Repetition gives the same bits."""
 
-    def test_determinism(self, world: int) -> None:
+    def test_determinism(self, world: World) -> None:
         """Two runs give the same bits, with other allocations between them; only asked of those that promise it."""
         if not self.capabilities(world).deterministic:
             return
@@ -33,7 +33,7 @@ class ReuseRules(Harness):
 
         self.on_cases(self.few_cases(world), on_rank)
 
-    def test_plan_reuse(self, world: int) -> None:
+    def test_plan_reuse(self, world: World) -> None:
         """One plan serves several dispatches; recompute under `torch.utils.checkpoint` reproduces them."""
 
         def on_rank(case: Case, rank: int, dispatcher: TokenDispatcher[Any]) -> None:
@@ -48,7 +48,7 @@ class ReuseRules(Harness):
 
         self.on_cases(self.few_cases(world), on_rank)
 
-    def test_interleaved_plans(self, world: int) -> None:
+    def test_interleaved_plans(self, world: World) -> None:
         """Two dispatches in flight, forward 0 1 and backward 0 1 as in a pipeline, do not disturb each other."""
 
         def on_rank(case: Case, rank: int, dispatcher: TokenDispatcher[Any]) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_comm.dispatcher import Dispatched, Sizing, TokenDispatcher, combine
-from moe_comm.testing.cases import Case
+from moe_comm.testing.cases import Case, World
 from moe_comm.testing.harness import EXACT_TO, Harness, content, send
 from moe_comm.testing.reference import apply_experts, expected_rows
 from moe_comm.testing.verdict import close, require, same
@@ -19,7 +19,7 @@ from moe_comm.testing.verdict import close, require, same
 class RowRules(Harness):
     """Which rows arrive at which expert, in which order."""
 
-    def test_conservation(self, world: int) -> None:
+    def test_conservation(self, world: World) -> None:
         """Each expert gets every choice of it exactly once, with the token's content and the choice's probability."""
 
         def on_rank(case: Case, rank: int, dispatcher: TokenDispatcher[Any]) -> None:
@@ -35,10 +35,11 @@ class RowRules(Harness):
 
         self.on_cases(self.edge_cases(world), on_rank)
 
-    def test_row_order(self, world: int) -> None:
+    def test_row_order(self, world: World) -> None:
         """Rows are sorted by (local expert, source rank, source token, choice), bit for bit, with and without padding.
 
-        Padding rows and their probabilities are zero; an empty expert gets none.
+        All ranks that share an expert have the same rows. Padding rows and their probabilities are zero; an empty
+        expert gets none.
         """
 
         def on_rank(case: Case, rank: int, dispatcher: TokenDispatcher[Any]) -> None:
@@ -63,13 +64,13 @@ class RowRules(Harness):
 
         self.on_cases(self.edge_cases(world), on_rank)
 
-    def test_r042_every_row_meets_its_expert(self, world: int) -> None:
+    def test_r042_every_row_meets_its_expert(self, world: World) -> None:
         """Expert e multiplies by e + 1, so that a row at a neighbour's expert shows in the result."""
 
         def on_rank(case: Case, rank: int, dispatcher: TokenDispatcher[Any]) -> None:
             given = case.inputs(rank)
             sent, plan = send(dispatcher, given)
-            factors_E = torch.arange(case.local_experts) + rank * case.local_experts + 1.0
+            factors_E = (torch.arange(case.num_experts) + 1.0)[case.local(rank)] * case.share(rank)
             rows_RD = apply_experts(
                 sent.rows_RD, sent.offsets_E.tolist(), factors_E.double().view(-1, 1, 1) * _eye(case)
             )

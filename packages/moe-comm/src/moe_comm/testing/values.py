@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatcher import TokenDispatcher, combine, dispatch
-from moe_comm.testing.cases import Case, Inputs
+from moe_comm.testing.cases import Case, Inputs, World, block
 from moe_comm.testing.harness import EXACT_TO, SAME_SUM, Harness, content, layer, local_experts, send
 from moe_comm.testing.reference import dense_reference, expected_rows
 from moe_comm.testing.verdict import close, require, same
@@ -21,7 +21,7 @@ from moe_kernels import internal_dtype
 class ValueRules(Harness):
     """Outputs and gradients."""
 
-    def test_identity(self, world: int) -> None:
+    def test_identity(self, world: World) -> None:
         """Experts that change nothing and weights of 1 / (choices made) give the tokens back; 0 where none is made."""
 
         def on_rank(case: Case, rank: int, dispatcher: TokenDispatcher[Any]) -> None:
@@ -29,14 +29,14 @@ class ValueRules(Harness):
             made_T = (given.ids_TK >= 0).sum(1)
             probs_TK = made_T.clamp(min=1).double().reciprocal().unsqueeze(1).repeat(1, case.top_k)
             sent, plan = send(dispatcher, replace(given, probs_TK=probs_TK))
-            y_TD = combine(dispatcher, plan, sent.rows_RD * sent.probs_R.unsqueeze(1))
+            y_TD = combine(dispatcher, plan, sent.rows_RD * sent.probs_R.unsqueeze(1) * case.share(rank))
             require(y_TD.shape == given.x_TD.shape, f"{case.name}: {tuple(y_TD.shape)} came back")
             close(y_TD, given.x_TD * (made_T > 0).unsqueeze(1), SAME_SUM, case.name)
             require(bool((y_TD[made_T == 0] == 0).all()), f"{case.name}: a token without a choice is not exactly 0")
 
         self.on_cases(self.edge_cases(world), on_rank)
 
-    def test_dense_reference(self, world: int) -> None:
+    def test_dense_reference(self, world: World) -> None:
         """Outputs and the gradients of tokens, probabilities and expert matrices equal a dense sum over all experts.
 
         Experts that nobody chose have a zero gradient, not none; tokens and probabilities of empty ranks too.
@@ -58,22 +58,27 @@ class ValueRules(Harness):
             expected = dense_reference(case)
             for rank, (y_TD, grad_x_TD, grad_probs_TK, grad_experts_EDD) in enumerate(results):
                 label = f"{case.name}, rank {rank}: "
-                mine = slice(rank * case.local_experts, (rank + 1) * case.local_experts)
                 close(y_TD, expected.y_TD[rank], EXACT_TO, label + "output")
                 close(grad_x_TD, expected.grad_x_TD[rank], EXACT_TO, label + "gradient of tokens")
                 close(grad_probs_TK, expected.grad_probs_TK[rank], EXACT_TO, label + "gradient of probabilities")
-                close(grad_experts_EDD, expected.grad_experts_EDD[mine], EXACT_TO, label + "gradient of experts")
+                close(
+                    grad_experts_EDD,
+                    expected.grad_experts_EDD[case.local(rank)],
+                    EXACT_TO,
+                    label + "gradient of experts",
+                )
 
-    def test_equivariance(self, world: int) -> None:
+    def test_equivariance(self, world: World) -> None:
         """Reordering tokens reorders outputs; reordering choices, or renaming experts with their matrices, nothing."""
 
         def on_rank(case: Case, rank: int, dispatcher: TokenDispatcher[Any]) -> None:
             given, experts_EDD = case.inputs(rank), case.experts()
-            mine = slice(rank * case.local_experts, (rank + 1) * case.local_experts)
 
             def outputs(given: Inputs, experts_EDD: Tensor) -> Tensor:
                 plan = dispatcher.plan(given.routing())
-                return layer(dispatcher, plan, given.x_TD, given.probs_TK, experts_EDD[mine])
+                return layer(
+                    dispatcher, plan, given.x_TD, given.probs_TK, experts_EDD[case.local(rank)] * case.share(rank)
+                )
 
             y_TD = outputs(given, experts_EDD)
             tokens = torch.arange(len(given.x_TD)).flip(0).roll(3)
@@ -91,7 +96,7 @@ class ValueRules(Harness):
 
         self.on_cases(self.few_cases(world), on_rank)
 
-    def test_dispatch_and_combine_are_adjoint(self, world: int) -> None:
+    def test_dispatch_and_combine_are_adjoint(self, world: World) -> None:
         """<dispatch(x), y> = <x, combine(y)>, and each one's backward is the other; exact on small integers."""
 
         def on_rank(case: Case, rank: int, dispatcher: TokenDispatcher[Any]) -> tuple[float, float]:
@@ -118,7 +123,7 @@ class ValueRules(Harness):
             there, back = (sum(side) for side in zip(*results, strict=True))
             require(there == back, f"{case.name}: <dispatch(x), y> = {there}, but <x, combine(y)> = {back}")
 
-    def test_dtypes_and_sizes(self, world: int) -> None:
+    def test_dtypes_and_sizes(self, world: World) -> None:
         """Every dtype and odd numbers of features, tokens that are not contiguous or need no gradient.
 
         Rows are copies, bit for bit. Sums of positive terms are as good as `roundings` roundings to the row dtype.
@@ -134,13 +139,14 @@ class ValueRules(Harness):
             same(sent.rows_RD, rows_RD, f"{case.name}: rows")
             same(sent.probs_R.detach(), probs_R, f"{case.name}: probabilities")
             require(sent.probs_R.requires_grad, f"{case.name}: probabilities lost their gradient")
-            (grad_TK,) = torch.autograd.grad(sent.probs_R.sum(), probs_TK)
+            (grad_TK,) = torch.autograd.grad(sent.probs_R.sum() * case.share(rank), probs_TK)
             same(grad_TK, (given.ids_TK >= 0).to(grad_TK.dtype), f"{case.name}: gradient of probabilities")
             generator = torch.Generator().manual_seed(rank)
             made_TK = given.ids_TK >= 0
             scale_T = 1 + torch.rand(len(given.x_TD), generator=generator, dtype=torch.float64)
             positive_TD = (given.x_TD.double().abs() * scale_T.unsqueeze(1)).to(case.dtype)
-            y_TD = combine(dispatcher, plan, dispatch(dispatcher, plan, positive_TD, probs_TK.detach()).rows_RD)
+            rows_RD = dispatch(dispatcher, plan, positive_TD, probs_TK.detach()).rows_RD * case.share(rank)
+            y_TD = combine(dispatcher, plan, rows_RD)
             exact_TD = positive_TD.double() * made_TK.sum(1, keepdim=True)
             error = self.roundings * torch.finfo(case.dtype).eps / 2
             error += case.top_k * torch.finfo(internal_dtype(case.dtype)).eps
@@ -150,8 +156,9 @@ class ValueRules(Harness):
         multiple = self.capabilities(world).hidden_multiple
         sizes = sorted({lcm(size, multiple) for size in (1, 3, 8, 24)})
         limit = self.capabilities(world).largest_top_k or 16
-        tokens = tuple(5 + 2 * rank for rank in range(world))
-        spread = Case(name="", tokens=tokens, local_experts=7, top_k=min(7, limit))
+        etp, ep = block(world)
+        tokens = tuple(5 + 2 * rank for rank in range(etp * ep))
+        spread = Case(name="", tokens=tokens, etp=etp, local_experts=7, top_k=min(7, limit))
         # All rows of a token on one rank, where a sum of many terms shows how it is rounded.
         heaped = replace(spread, pattern="one expert", top_k=min(16, limit))
         cases = [

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from moe_kernels import internal_dtype
 from moe_memory._torch_compat import write_count
 from moe_memory.data_parallel.sections import BucketLayout, owned, shard_box
-from moe_parallel import Box, ParameterKind, Pending, all_gather, reduce_scatter
+from moe_parallel import Box, Groups, ParameterKind, Pending, ShardSpec, all_gather, counts_here, reduce_scatter
+from moe_parallel.sharding import SPLIT_AXES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -21,11 +22,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BucketKey:
-    """What parameters of one bucket have in common."""
+    """What parameters of one bucket have in common.
+
+    Ranks that hold copies of a parameter have the same buckets of such parameters, at the same places, whatever else
+    they hold: so that copies are reduced in the same order and stay equal, and a bucket is summed as a whole.
+
+    Attributes:
+        copy_axes: axes besides the replica axes of the kind over which several ranks hold the same part.
+        sum_axes: those of them over which gradients are partial and must be summed.
+        counted: whether this rank counts the part (`moe_parallel.counts_here`); it follows from `copy_axes`.
+    """
 
     kind: ParameterKind
     decayed: bool
     compute_dtype: torch.dtype
+    copy_axes: tuple[str, ...]
+    sum_axes: tuple[str, ...]
+    counted: bool
+
+    @classmethod
+    def of(cls, spec: ShardSpec, groups: Groups, *, decayed: bool, compute_dtype: torch.dtype) -> "BucketKey":
+        split = dict(spec.placements)
+        copy_axes = tuple(axis for axis in SPLIT_AXES[spec.kind] if axis not in split and groups.size(axis) > 1)
+        return cls(
+            kind=spec.kind,
+            decayed=decayed,
+            compute_dtype=compute_dtype,
+            copy_axes=copy_axes,
+            sum_axes=tuple(axis for axis in copy_axes if axis in spec.grad_sum_axes),
+            counted=counts_here(spec, groups),
+        )
 
 
 class Bucket:
@@ -42,7 +68,7 @@ class Bucket:
     Attributes:
         master: master weights [S].
         grad: gradients of whole parameters, of this rank's tokens.
-        reduced: complete gradients [S], once `finish_reduction` has returned.
+        reduced: gradients [S] summed over the group, once `finish_reduction` has returned.
         compute: weights of whole parameters in the compute dtype.
     """
 
@@ -73,10 +99,6 @@ class Bucket:
         self.clear_gradients()
 
     @property
-    def kind(self) -> ParameterKind:
-        return self.key.kind
-
-    @property
     def names(self) -> tuple[str, ...]:
         return tuple(self.parameters)
 
@@ -84,8 +106,8 @@ class Bucket:
     def late(self) -> bool:
         return self._group is not None
 
-    def masters(self) -> Sequence[tuple[Tensor, bool]]:
-        return [(self.master, self.key.decayed)]
+    def masters(self) -> Sequence[tuple[Tensor, BucketKey]]:
+        return [(self.master, self.key)]
 
     def gradients(self) -> Sequence[Tensor]:
         return [self.reduced]

@@ -11,22 +11,26 @@ from moe_parallel.sharding import Box, ShardSpec
 
 @dataclass(frozen=True, kw_only=True)
 class StateTensor:
-    """One tensor of the training state, or the part of it that this rank owns.
+    """One tensor of the training state, or the part of it that is here.
 
     Attributes:
         name: `<slot>/<global parameter name>`; slots are `master`, `exp_avg`, `exp_avg_sq` for AdamW.
         global_shape: shape of the whole tensor.
         box: the part that is here, in the coordinates of the whole: inside what this rank holds of the parameter
-            (`moe_parallel.local_box`), cut further by the engine. Every element of the whole is owned by exactly one
-            rank. Parts without elements are left out, except by the first of the replicas: it names every parameter it
-            holds, scalars and those that are empty as a whole included.
+            (`moe_parallel.local_box`), cut further by the engine. Parts without elements are left out, except by the
+            first of the replicas: it names every parameter it holds, scalars and those that are empty as a whole
+            included.
         tensor: live storage with the shape of the box; writing to it changes the state.
+        owned: whether this rank answers for the part: who saves or counts takes the owned parts, of which every element
+            of the whole is in exactly one over all ranks. Who loads fills all of them; ranks that hold the same part of
+            a parameter (`moe_parallel.counts_here`) have a copy each.
     """
 
     name: str
     global_shape: tuple[int, ...]
     box: Box
     tensor: Tensor
+    owned: bool = True
 
 
 class DataParallelEngine(Protocol):
@@ -47,7 +51,8 @@ class DataParallelEngine(Protocol):
         """Take ownership of the parameters of the model, once; returns the module to call from now on.
 
         The parameters are what this rank holds of them, `moe_parallel.local_box` of the specs. Values stay, rounded to
-        the compute dtype of each parameter; where replicas differ each part has the value of the rank that owns it.
+        the compute dtype of each parameter; where replicas (`moe_parallel.replica_axes`) differ each part has the value
+        of the one that keeps its state. Ranks that hold the same part over other axes must bring the same values.
         Master weights and moments exist from here on.
         """
 
@@ -62,9 +67,10 @@ class DataParallelEngine(Protocol):
         """Wait until every gradient of the step is complete; an error if one was not reported with `last`."""
 
     def gradient_tensors(self) -> Iterator[StateTensor]:
-        """The complete summed gradients of the parts that this rank owns, between `finish` and `step` or `skip`.
+        """The complete summed gradients of the parts that are here, between `finish` and `step` or `skip`.
 
-        Names are those of parameters, without a slot; boxes are those of `state_tensors`. Live views, to be read only.
+        Names are those of parameters, without a slot; boxes and who owns them are those of `state_tensors`. Live views,
+        to be read only.
         """
 
     def norm_parts(self, order: float) -> dict[str, Tensor]:
@@ -88,7 +94,10 @@ class DataParallelEngine(Protocol):
         """Every weight is current afterwards. Only who reads a parameter without calling its module needs this."""
 
     def state_tensors(self) -> Iterator[StateTensor]:
-        """Everything that a checkpoint must hold, as live storage, in a fixed order; from `wrap` on."""
+        """Everything of this rank that a checkpoint must hold, as live storage, in a fixed order; from `wrap` on.
+
+        Copies of what another rank owns are among them: they are not saved, but filled when a checkpoint is loaded.
+        """
 
     def state_values(self) -> dict[str, int | float]:
         """The rest of the state as JSON values (update counters)."""

@@ -6,6 +6,8 @@ local shards are handed out. Imported only where the configuration chooses it: t
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -48,13 +50,19 @@ class Fsdp(ShardedEngine):
         shardable = {
             name: keys[name].kind
             for name, parameter in parameters.items()
-            if parameter.numel() > 0
+            if prod(self._specs[name].shape) > 0
             and parameter.ndim > 0
             and keys[name].compute_dtype == self._compute_dtype
             and uses[id(parameter)] == 1
             and self._groups.group(*replica_axes(keys[name].kind)) is not None
         }
-        units = list(find_units(model, shardable))
+        # Found by what parameters are globally, so that ranks that hold copies of one all keep it alike. What is empty
+        # on this rank alone, as the last parts of an uneven split may be, is left out afterwards.
+        units = [
+            replace(unit, names=names)
+            for unit in find_units(model, shardable)
+            if (names := tuple(name for name in unit.names if parameters[name].numel() > 0))
+        ]
         managed = {name for unit in units for name in unit.names}
         left = {name: parameter for name, parameter in parameters.items() if name not in managed}
         buckets = self._build_buckets(left, keys) if left else []
@@ -67,7 +75,7 @@ class Fsdp(ShardedEngine):
             _Unit(
                 unit,
                 {name: parameters[name] for name in unit.names},
-                {name: keys[name].decayed for name in unit.names},
+                {name: keys[name] for name in unit.names},
                 meshes[unit.kind],
                 self._compute_dtype,
                 {parameter for parameter in unit.module.parameters() if id(parameter) in left_ids},
@@ -91,12 +99,11 @@ class _Unit:
         self,
         plan: UnitPlan,
         parameters: Mapping[str, nn.Parameter],
-        decayed: Mapping[str, bool],
+        keys: Mapping[str, BucketKey],
         mesh: DeviceMesh,
         compute_dtype: torch.dtype,
         ignored: set[nn.Parameter],
     ) -> None:
-        self.kind = plan.kind
         self.names = plan.names
         dtype = internal_dtype(compute_dtype)
         ranks, self._rank = mesh.size(), mesh.get_local_rank()
@@ -105,7 +112,7 @@ class _Unit:
             name: shard_box(parameter.shape, ranks, self._rank, dims[name]) for name, parameter in parameters.items()
         }
         for parameter in parameters.values():
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(dtype).contiguous()  # a part may be a view of the whole
         name_of = {parameter: name for name, parameter in parameters.items()}
         places = {
             name_of[parameter]: (module, attribute)
@@ -129,12 +136,12 @@ class _Unit:
         module.set_reshard_after_backward(not plan.stays, recurse=False)
         self._places = places
         self._shards = {name: getattr(*places[name]) for name in self.names}
-        self._decayed = decayed
+        self._keys = keys
         self._masters = [_local(self._shards[name]) for name in self.names]
         self._gradients: dict[str, Tensor] = {}
 
-    def masters(self) -> Sequence[tuple[Tensor, bool]]:
-        return [(master, self._decayed[name]) for name, master in zip(self.names, self._masters, strict=True)]
+    def masters(self) -> Sequence[tuple[Tensor, BucketKey]]:
+        return [(master, self._keys[name]) for name, master in zip(self.names, self._masters, strict=True)]
 
     def gradients(self) -> Sequence[Tensor]:
         return [self._gradients[name] for name in self.names]

@@ -6,10 +6,8 @@ import torch
 from torch import nn
 
 from moe_memory.errors import MoeMemoryError
-from moe_parallel import Groups, ParameterKind, ShardSpec, local_box, replica_axes
-
-# Axes besides the replica axes on which ranks could hold the same part of a parameter; a stage of `pp` has its own.
-_OTHER_AXES = {ParameterKind.DENSE: ("tp",), ParameterKind.EXPERT: ("etp", "ep")}
+from moe_parallel import Groups, ShardSpec, local_box
+from moe_parallel.sharding import SPLIT_AXES
 
 
 def check_parameters(
@@ -18,8 +16,8 @@ def check_parameters(
     """The device of all parameters, if an engine can own them.
 
     Raises:
-        MoeMemoryError: names, shapes, devices or `requires_grad` do not fit, or ranks outside the replica axes of its
-            kind hold the same part of a parameter.
+        MoeMemoryError: names, shapes, devices or `requires_grad` do not fit, or a gradient is to be summed over ranks
+            that hold different parts.
     """
     if parameters.keys() != specs.keys():
         different = sorted(parameters.keys() ^ specs.keys())
@@ -36,12 +34,13 @@ def check_parameters(
             )
         if not parameter.requires_grad:
             raise MoeMemoryError(f"the parameter {name} requires no gradient; engines train every parameter")
-        for axis in _OTHER_AXES[spec.kind]:
-            if axis not in dict(spec.placements) and groups.size(axis) > 1:
-                raise MoeMemoryError(
-                    f"the {groups.size(axis)} ranks of {axis} hold the same part of {name}; engines know replicas over "
-                    f"{' and '.join(replica_axes(spec.kind))} only, in this release"
-                )
+        alike = [axis for axis in SPLIT_AXES[spec.kind] if axis not in dict(spec.placements)]
+        wrong = [axis for axis in spec.grad_sum_axes if axis not in alike]
+        if wrong:
+            raise MoeMemoryError(
+                f"the spec of {name} sums its gradient over {', '.join(wrong)}; it may name axes of its view that do "
+                f"not split the parameter and are not summed over in any case: {', '.join(alike) or 'none'} here"
+            )
     devices = {parameter.device for parameter in parameters.values()}
     if len(devices) > 1:
         raise MoeMemoryError(f"all parameters must be on one device; they are on {', '.join(map(str, devices))}")
@@ -87,6 +86,8 @@ class StepOrder:
         return not self._open.isdisjoint(names)
 
     def finish(self) -> None:
+        if self._finished:
+            raise MoeMemoryError("finish() was called before in this step; step() or skip() begins another")
         if self._open:
             missing = [name for name in self._names if name in self._open]
             raise MoeMemoryError(f"the last gradients of {', '.join(missing)} were not reported with grads_ready()")

@@ -9,10 +9,13 @@ Shape legend: R ranks, S elements of a section.
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
+from typing import TypeVar
 
 from torch import Tensor
 
 from moe_parallel import Box
+
+K = TypeVar("K")
 
 # Every part starts at a multiple of this many elements, and a section ends at one. All lie in whole vectors of 64 bytes
 # then: what does not fill one torch's fused AdamW rounds differently, and values would depend on their place.
@@ -56,13 +59,13 @@ def inside(outer: Box, inner: Box) -> Box:
     return Box(tuple(a + b for a, b in zip(outer.offset, inner.offset, strict=True)), inner.shape)
 
 
-def cut(names: Sequence[str], sizes_bytes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
+def cut(names: Sequence[K], sizes_bytes: Mapping[K, int], limit_bytes: int) -> list[list[K]]:
     """Names in groups of at most `limit_bytes`; those of a quarter of it or more are alone, however large.
 
     Alone a large parameter need not be copied (`BucketLayout.same`); small ones share the latency of a collective.
     """
-    groups: list[list[str]] = []
-    small: list[str] = []
+    groups: list[list[K]] = []
+    small: list[K] = []
     room = 0
     for name in names:
         size = sizes_bytes[name]

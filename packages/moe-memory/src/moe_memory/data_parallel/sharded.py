@@ -14,6 +14,7 @@ from moe_memory.data_parallel.bucket import Bucket, BucketKey
 from moe_memory.data_parallel.engine import StateTensor
 from moe_memory.data_parallel.norm import power_sum
 from moe_memory.data_parallel.ownership import StepOrder, check_parameters, updates_from
+from moe_memory.data_parallel.partial import sum_partial
 from moe_memory.data_parallel.sections import cut, inside
 from moe_memory.data_parallel.store import Store
 from moe_memory.data_parallel.units import is_called
@@ -28,8 +29,12 @@ class ShardedEngine(ABC):
     """AdamW in at least float32, with master weights and moments sharded over the replicas.
 
     Dense parameters are replicated over `cp dp`, experts over `edp`: there gradients are summed and the state is
-    sharded. Every parameter must get a gradient in every backward before it is reported as ready: an expert without
-    tokens has a zero gradient, not an absent one, so an absent one is a mistake and raises.
+    sharded. Ranks of `tp`, or of `etp` and `ep`, that hold the same part of a parameter have a copy of its state each.
+    They get the same gradient, summed over them if it is partial (`ShardSpec.grad_sum_axes`), so that copies stay equal
+    without being sent.
+
+    Every parameter must get a gradient in every backward before it is reported as ready: an expert without tokens has a
+    zero gradient, not an absent one, so an absent one is a mistake and raises.
 
     Args:
         config: of the optimizer.
@@ -38,7 +43,8 @@ class ShardedEngine(ABC):
         keep_internal: patterns of global names that compute in the internal dtype all the same.
         decayed: which parameters have weight decay.
         bucket_bytes: a bucket that is communicated has gradients of at most this size, or one parameter of a quarter of
-            it or more. Smaller ones start earlier and spare copies, larger ones are fewer collectives.
+            it or more; so has a sum of partial gradients. Smaller ones start earlier and spare copies, larger ones are
+            fewer collectives.
 
     Raises:
         MoeMemoryError: a frozen parameter or one that does not fit its spec, a call out of order.
@@ -75,11 +81,14 @@ class ShardedEngine(ABC):
         parameters = dict(model.named_parameters())
         check_parameters(parameters, specs, self._groups)
         dtypes = compute_dtypes(parameters, self._compute_dtype, self._keep_internal)
-        keys = {name: BucketKey(specs[name].kind, self._decayed(specs[name]), dtypes[name]) for name in parameters}
         # In the order of the model, whatever that of the specs.
         self._specs = {name: specs[name] for name in parameters}
+        self._keys = {
+            name: BucketKey.of(spec, self._groups, decayed=self._decayed(spec), compute_dtype=dtypes[name])
+            for name, spec in self._specs.items()
+        }
         readers = _readers(model, parameters)
-        self._stores = tuple(self._build_stores(model, parameters, keys))
+        self._stores = tuple(self._build_stores(model, parameters, self._keys))
         self._store_of = {name: store for store in self._stores for name in store.names}
         for module, names in readers.items():
             module.register_forward_pre_hook(
@@ -105,6 +114,8 @@ class ShardedEngine(ABC):
         self._order.finish()
         for store in self._stores:
             store.finish_reduction()
+        gradients = ((gradient, key.sum_axes) for key, gradient in self._gradients())
+        sum_partial(gradients, self._groups, limit_bytes=self._bucket_bytes)
 
     def gradient_tensors(self) -> Iterator[StateTensor]:
         self._require_finished()
@@ -114,8 +125,9 @@ class ShardedEngine(ABC):
     def norm_parts(self, order: float) -> dict[str, Tensor]:
         self._require_finished()
         parts = {kind.value: [power_sum(self._nothing, order)] for kind in ParameterKind}
-        for store in self._stores:
-            parts[store.kind.value] += [power_sum(gradient, order) for gradient in store.gradients()]
+        for key, gradient in self._gradients():
+            if key.counted:
+                parts[key.kind.value].append(power_sum(gradient, order))
         return {
             kind: torch.stack(found).amax() if order == inf else torch.stack(found).sum()
             for kind, found in parts.items()
@@ -123,7 +135,7 @@ class ShardedEngine(ABC):
 
     def step(self, learning_rate: float, gradient_factor: Tensor | float) -> None:
         self._require_finished()
-        gradients = [gradient for store in self._stores for gradient in store.gradients()]
+        gradients = [gradient for _, gradient in self._gradients()]
         for gradient in gradients:
             gradient.mul_(gradient_factor)
         self._optimizer.step(learning_rate, gradients, updated=self._updated)
@@ -169,7 +181,7 @@ class ShardedEngine(ABC):
         return buckets
 
     def _build_optimizer(self) -> None:
-        masters = [entry for store in self._stores for entry in store.masters()]
+        masters = [(master, key.decayed) for store in self._stores for master, key in store.masters()]
         self._nothing = masters[0][0].flatten()[:0]
         self._optimizer = AdamW(self._config, masters)
         self._slots: dict[int, dict[str, list[Tensor]]] = {}
@@ -189,6 +201,12 @@ class ShardedEngine(ABC):
         if index in self._complete_at:
             self._complete_at[index].start_refresh()
 
+    def _gradients(self) -> Iterator[tuple[BucketKey, Tensor]]:
+        """Tensors of gradients, and what the parameters in each have in common."""
+        for store in self._stores:
+            for (_, key), gradient in zip(store.masters(), store.gradients(), strict=True):
+                yield key, gradient
+
     def _in_model_order(self) -> Iterator[tuple[str, Store]]:
         return ((name, self._store_of[name]) for name in self._specs)
 
@@ -201,6 +219,7 @@ class ShardedEngine(ABC):
                 global_shape=spec.shape,
                 box=inside(local_box(spec, self._groups), box),
                 tensor=store.part(tensors, name),
+                owned=self._keys[name].counted,
             )
 
     def _refresh(self) -> None:

@@ -5,7 +5,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from moe_parallel import Box, ParameterKind
+from moe_memory.data_parallel.bucket import BucketKey
+from moe_parallel import Box
 
 
 class Store(Protocol):
@@ -16,20 +17,17 @@ class Store(Protocol):
     """
 
     @property
-    def kind(self) -> ParameterKind: ...
-
-    @property
     def names(self) -> Collection[str]: ...
 
     @property
     def late(self) -> bool:
         """Whether weights may still be on their way when `start_refresh` returns, so that modules must wait."""
 
-    def masters(self) -> Sequence[tuple[Tensor, bool]]:
-        """Master weights, updated in place, and whether they are decayed."""
+    def masters(self) -> Sequence[tuple[Tensor, BucketKey]]:
+        """Master weights, updated in place, and what the parameters in each have in common."""
 
     def gradients(self) -> Sequence[Tensor]:
-        """Complete gradients between `finish_reduction` and `clear_gradients`; may be scaled in place."""
+        """Gradients between `finish_reduction` and `clear_gradients`; may be changed in place."""
 
     def box(self, name: str) -> Box | None:
         """This rank's part, in the coordinates of what it holds of the parameter; None where it has nothing to show."""
@@ -47,7 +45,7 @@ class Store(Protocol):
         """The last gradients of the step have been collected."""
 
     def finish_reduction(self) -> None:
-        """Wait until gradients are complete."""
+        """Wait until gradients are summed over the replicas."""
 
     def clear_gradients(self) -> None:
         """Forget gradients, reduced or not."""

@@ -20,16 +20,8 @@ from moe_kernels.testing import poisoned_memory
 from moe_memory.config import OptimConfig
 from moe_memory.data_parallel.engine import DataParallelEngine
 from moe_memory.data_parallel.norm import clip_factor
-from moe_memory.testing.reference import (
-    CONFIG,
-    KEEP_INTERNAL,
-    SLOTS,
-    PlainLoop,
-    SmallMoE,
-    is_expert,
-    specs_of,
-    step_tokens,
-)
+from moe_memory.testing.model import SmallMoE, is_expert
+from moe_memory.testing.reference import CONFIG, KEEP_INTERNAL, SLOTS, PlainLoop, step_tokens
 from moe_memory.testing.session import Session
 from moe_memory.testing.verdict import (
     absolute_values,
@@ -196,6 +188,7 @@ class DataParallelConformance(ABC):
             held: Counter[str] = Counter()
             for part in parts:
                 require(part.global_shape == shapes[part.name], f"{part.name}: global shape {part.global_shape}")
+                require(part.owned, f"{part.name} is not owned by the only rank")
                 require(tuple(part.tensor.shape) == part.box.shape, f"{part.name}: box {part.box}")
                 require(part.tensor.dtype == torch.float32, f"{part.name}: {part.tensor.dtype}")
                 held[part.name] += prod(part.box.shape)
@@ -241,7 +234,7 @@ class DataParallelConformance(ABC):
             engine = self.build(CONFIG, AxisGroups(), compute_dtype=torch.float32, keep_internal=keep_internal)
             refused(mentions, engine.wrap, SmallMoE(torch.float32, seed=10), specs)
 
-        specs = specs_of(SmallMoE(torch.float32, seed=10))
+        specs = SmallMoE(torch.float32, seed=10).specs
         attempt(NORM, {name: spec for name, spec in specs.items() if name != NORM})
         attempt("stranger", specs | {"stranger": ShardSpec(name="stranger", shape=(2,))})
         attempt("no_such_*", specs, keep_internal=[*KEEP_INTERNAL, "no_such_*"])

@@ -20,10 +20,12 @@ from moe_kernels.testing import poisoned_memory
 from moe_memory.config import OptimConfig
 from moe_memory.data_parallel.engine import DataParallelEngine
 from moe_memory.data_parallel.norm import clip_factor
-from moe_memory.testing.reference import CONFIG, KEEP_INTERNAL, NUM_EXPERTS, PlainLoop, SmallMoE, specs_of, step_tokens
+from moe_memory.testing.model import NUM_EXPERTS, SmallMoE, index_of
+from moe_memory.testing.reference import CONFIG, KEEP_INTERNAL, PlainLoop, step_tokens
 from moe_memory.testing.session import Part, Session, assembled, copied, overwrite
 from moe_memory.testing.verdict import absolute_values, near, refused, require, same_tables
-from moe_parallel import AxisGroups, Groups, ParallelLayout, local_box, reduce_norm_parts, run_distributed
+from moe_parallel import AxisGroups, Box, Groups, ParallelLayout, local_box, reduce_norm_parts, run_distributed
+from moe_parallel.sharding import SPLIT_AXES
 from moe_parallel.testing import count_collectives
 
 _Weights = dict[str, npt.NDArray[Any]]
@@ -33,13 +35,22 @@ class RanksConformance(ABC):
     """Subclass it, build the engine, and let pytest collect the subclass.
 
     Attributes:
-        layouts: that the rules are tried in: (ranks, ep, experts). Rows that do not divide, parts without elements and
-            fewer experts than replicas are among them.
-        small: two of them, for rules that need no more.
+        layouts: that the rules are tried in, with the number of experts. Rows that do not divide, parts without
+            elements, fewer experts than replicas and degrees that differ pairwise are among them.
+        small: two layouts for rules that need no more.
     """
 
-    layouts: Sequence[tuple[int, int, int]] = ((2, 1, 4), (2, 2, 4), (4, 1, 2), (4, 2, 4), (4, 4, 4))
-    small: Sequence[tuple[int, int, int]] = ((2, 1, 4), (4, 2, 4))
+    layouts: Sequence[tuple[ParallelLayout, int]] = (
+        (ParallelLayout(world=2, tp=2, ep=2), 4),
+        (ParallelLayout(world=4), 2),
+        (ParallelLayout(world=4, tp=2, etp=2), 4),
+        (ParallelLayout(world=4, tp=2, cp=2, ep=2, etp=2), 4),
+        (ParallelLayout(world=8, tp=4, ep=2, etp=2), 4),
+    )
+    small: Sequence[tuple[ParallelLayout, int]] = (
+        (ParallelLayout(world=2, ep=2), 4),
+        (ParallelLayout(world=4, tp=2, etp=2), 4),
+    )
 
     @abstractmethod
     def build(
@@ -55,7 +66,7 @@ class RanksConformance(ABC):
 
     def test_ranks_agree_with_a_plain_loop(self) -> None:
         """Gradients, norms, state and weights of two steps of three microbatches, in float64; case R051 too."""
-        for world, ep, experts in self.layouts:
+        for layout, experts in self.layouts:
 
             def work(groups: Groups, experts: int = experts) -> tuple[list[tuple[Any, ...]], _Weights]:
                 session = self._session(groups, torch.float64, seed=1, num_experts=experts)
@@ -69,11 +80,10 @@ class RanksConformance(ABC):
                 # Only now: the second forward must have waited for its weights by itself.
                 return records, {name: weight.numpy() for name, weight in session.weights().items()}
 
-            layout = ParallelLayout(world=world, ep=ep)
             results = _run(layout, work)
             plain = PlainLoop(SmallMoE(torch.float64, 1, num_experts=experts), CONFIG)
             for number in range(2):
-                when = f"{_words(world, ep, experts)}, step {number + 1}"
+                when = f"{_words(layout, experts)}, step {number + 1}"
                 gradients = plain.gradients(step_tokens(number))
                 found = assembled([records[number][0] for records, _ in results], f"{when}, gradients")
                 same_tables(found, gradients, f"{when}, gradients", exact=False)
@@ -85,8 +95,7 @@ class RanksConformance(ABC):
                 plain.update(gradients, 0.02 / (number + 1), clip_factor(expected[1], 0.7))
                 state = assembled([records[number][2] for records, _ in results], f"{when}, state")
                 same_tables(state, plain.state(), f"{when}, state", exact=False)
-            for rank, (_, weights) in enumerate(results):
-                self._same_weights(weights, plain.model, layout, rank, f"{when}, weights")
+            self._same_weights([weights for _, weights in results], plain.model, layout, f"{when}, weights")
 
     def test_low_precision_differs_by_the_order_of_sums_only(self) -> None:
         """bfloat16 weights and float32 masters.
@@ -95,7 +104,7 @@ class RanksConformance(ABC):
         in float32, in any order, differ by at most (n - 1) eps times the sum of absolute values. Masters and moments
         are those of AdamW with the engine's own gradient, weights are rounded masters.
         """
-        for world, ep, experts in self.small:
+        for layout, experts in self.small:
 
             def work(groups: Groups, experts: int = experts) -> tuple[list[Part], list[Part], _Weights]:
                 session = self._session(groups, torch.bfloat16, seed=2, num_experts=experts)
@@ -105,8 +114,7 @@ class RanksConformance(ABC):
                 weights = {name: weight.double().numpy() for name, weight in session.weights().items()}
                 return gradients, copied(session.engine.state_tensors()), weights
 
-            layout, when = ParallelLayout(world=world, ep=ep), _words(world, ep, experts)
-            results = _run(layout, work)
+            when, results = _words(layout, experts), _run(layout, work)
             plain = PlainLoop(SmallMoE(torch.bfloat16, 2, num_experts=experts), CONFIG)
             gradients = assembled([result[0] for result in results], f"{when}, gradients")
             terms = _gradient_terms(layout, experts, step_tokens(0))
@@ -124,8 +132,7 @@ class RanksConformance(ABC):
             rounded = {name: state[f"master/{name}"].to(p.dtype) for name, p in plain.parameters.items()}
             for name, parameter in plain.parameters.items():
                 parameter.data.copy_(rounded[name])
-            for rank, result in enumerate(results):
-                self._same_weights(result[2], plain.model, layout, rank, f"{when}, weights", exact=True)
+            self._same_weights([result[2] for result in results], plain.model, layout, f"{when}, weights", exact=True)
 
     def test_skip_on_all_ranks_leaves_everything_bit_for_bit(self) -> None:
         """A NaN in the tokens of one rank alone makes the norm of every rank not finite."""
@@ -149,16 +156,21 @@ class RanksConformance(ABC):
             require(dict(session.engine.state_values()) == values, "skip changed the state values")
             session.train([3])
 
-        for world, ep, _ in self.small:
-            _run(ParallelLayout(world=world, ep=ep), work)
+        for layout, _ in self.small:
+            _run(layout, work)
 
     def test_state_moves_between_layouts_and_engines(self) -> None:
         """Four times two steps, each on other ranks, equal eight steps of a plain loop (R095, R097, R098)."""
-        places = (((2, 2), self.build), ((4, 1), self.build_other), ((4, 4), self.build), ((1, 1), self.build_other))
+        places = (
+            (ParallelLayout(world=2, tp=2, ep=2), self.build),
+            (ParallelLayout(world=4, tp=2, etp=2), self.build_other),
+            (ParallelLayout(world=4, tp=4, ep=2), self.build),
+            (ParallelLayout(world=1), self.build_other),
+        )
         plain = PlainLoop(SmallMoE(torch.float64, 40), CONFIG)
         whole: _Weights = {}
         values: dict[str, int | float] = {}
-        for number, ((world, ep), build) in enumerate(places):
+        for number, (layout, build) in enumerate(places):
 
             def work(
                 groups: Groups, number: int = number, build: Any = build, whole: _Weights = whole, values: Any = values
@@ -174,15 +186,14 @@ class RanksConformance(ABC):
                 weights = {name: weight.numpy() for name, weight in session.weights().items()}
                 return copied(engine.state_tensors()), dict(engine.state_values()), weights
 
-            layout, when = ParallelLayout(world=world, ep=ep), f"stay {number + 1}, {_words(world, ep, NUM_EXPERTS)}"
-            results = _run(layout, work) if world > 1 else [work(AxisGroups())]
+            when = f"stay {number + 1}, {_words(layout, NUM_EXPERTS)}"
+            results = _run(layout, work) if layout.world > 1 else [work(AxisGroups())]
             require(all(result[1] == results[0][1] for result in results), f"{when}: state values differ between ranks")
             for step in range(2 * number, 2 * number + 2):
                 plain.step(step_tokens(step), 0.02, 0.5)
             state = assembled([result[0] for result in results], when)
             same_tables(state, plain.state(), when, exact=False)
-            for rank, result in enumerate(results):
-                self._same_weights(result[2], plain.model, layout, rank, when)
+            self._same_weights([result[2] for result in results], plain.model, layout, when)
             whole, values = {name: tensor.numpy() for name, tensor in state.items()}, results[0][1]
 
     def test_collectives_are_the_same_with_and_without_tokens(self) -> None:
@@ -199,13 +210,13 @@ class RanksConformance(ABC):
                 counted.append(list(names))
             return counted
 
-        for world, ep, experts in self.small:
-            results = _run(ParallelLayout(world=world, ep=ep), work)
+        for layout, experts in self.small:
+            results = _run(layout, work)
             first = results[0][0]
             require(bool(first), "no collectives at all were counted")
             for rank, counted in enumerate(results):
                 for names in counted:
-                    when = f"{_words(world, ep, experts)}, rank {rank}"
+                    when = f"{_words(layout, experts)}, rank {rank}"
                     require(names == first, f"{when} issued {names}, rank 0 in its first step {first}")
 
     def test_replicas_that_differ_start_as_one(self) -> None:
@@ -213,18 +224,18 @@ class RanksConformance(ABC):
 
         def work(groups: Groups) -> tuple[list[Part], _Weights]:
             engine = self.build(CONFIG, groups, compute_dtype=torch.float64, keep_internal=KEEP_INTERNAL)
-            session = Session(engine, groups, torch.float64, seed=60 + groups.rank("world"))
+            # Ranks that hold copies besides the replicas must bring the same.
+            seed = 60 + groups.rank("world") // max(groups.size("tp"), groups.size("etp"))
+            session = Session(engine, groups, torch.float64, seed=seed)
             return copied(engine.state_tensors()), {n: weight.numpy() for n, weight in session.weights().items()}
 
-        for world, ep, experts in self.small:
-            layout, when = ParallelLayout(world=world, ep=ep), f"{_words(world, ep, experts)}, at the start"
-            results = _run(layout, work)
+        for layout, experts in self.small:
+            when, results = f"{_words(layout, experts)}, at the start", _run(layout, work)
             state = assembled([parts for parts, _ in results], when)
             model = SmallMoE(torch.float64, 0, num_experts=experts)
             for name, parameter in model.named_parameters():
                 parameter.data = state[f"master/{name}"]
-            for rank, (_, weights) in enumerate(results):
-                self._same_weights(weights, model, layout, rank, when, exact=True)
+            self._same_weights([weights for _, weights in results], model, layout, when, exact=True)
 
     def test_an_absent_gradient_is_an_error_on_every_rank(self) -> None:
         def work(groups: Groups) -> None:
@@ -234,23 +245,32 @@ class RanksConformance(ABC):
                 session.model(step_tokens(1, 1)[0], 1).backward()
                 refused("layers.1.norm_D", session.report, last=True)
 
-        for world, ep, _ in self.small:
-            _run(ParallelLayout(world=world, ep=ep), work)
+        for layout, _ in self.small:
+            _run(layout, work)
 
     def _session(self, groups: Groups, dtype: torch.dtype, *, seed: int, num_experts: int = NUM_EXPERTS) -> Session:
         engine = self.build(CONFIG, groups, compute_dtype=dtype, keep_internal=KEEP_INTERNAL)
         return Session(engine, groups, dtype, seed=seed, num_experts=num_experts)
 
     def _same_weights(
-        self, found: _Weights, whole: SmallMoE, layout: ParallelLayout, rank: int, when: str, *, exact: bool = False
+        self,
+        weights_of_ranks: Sequence[_Weights],
+        whole: SmallMoE,
+        layout: ParallelLayout,
+        when: str,
+        *,
+        exact: bool = False,
     ) -> None:
-        place = _Place(layout, rank)
-        expected = {}
-        for name, spec in specs_of(SmallMoE(torch.float64, 0, place, whole.num_experts), place).items():
-            box = local_box(spec, place)
-            index = tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
-            expected[name] = whole.get_parameter(name).detach()[index].double()
-        same_tables({n: torch.from_numpy(w) for n, w in found.items()}, expected, f"{when} of rank {rank}", exact=exact)
+        """Each rank has its part of the whole, and ranks with the same part have the same bits (case R034)."""
+        holders: dict[tuple[str, Box], tuple[int, bytes]] = {}
+        for rank, weights in enumerate(weights_of_ranks):
+            boxes = {name: local_box(spec, _Place(layout, rank)) for name, spec in whole.specs.items()}
+            expected = {name: whole.get_parameter(name).detach()[index_of(box)].double() for name, box in boxes.items()}
+            found = {name: torch.from_numpy(weight) for name, weight in weights.items()}
+            same_tables(found, expected, f"{when} of rank {rank}", exact=exact)
+            for name, weight in weights.items():
+                first, bits = holders.setdefault((name, boxes[name]), (rank, weight.tobytes()))
+                require(weight.tobytes() == bits, f"{when}: {name} differs between the ranks {first} and {rank}")
 
 
 class _Place(AxisGroups):
@@ -258,13 +278,13 @@ class _Place(AxisGroups):
 
     def __init__(self, layout: ParallelLayout, rank: int) -> None:
         super().__init__()
-        self._layout, self._coordinates = layout, layout.coordinates(rank)
+        self._layout, self._rank = layout, rank
 
     def size(self, *axes: str) -> int:
-        return self._layout.size(axes[0])
+        return len(self._layout.group_of(self._rank, *axes))
 
     def rank(self, *axes: str) -> int:
-        return self._coordinates[axes[0]]
+        return self._layout.group_of(self._rank, *axes).index(self._rank)
 
 
 def _run(layout: ParallelLayout, work: Any) -> list[Any]:
@@ -287,14 +307,16 @@ def _gradient_terms(layout: ParallelLayout, num_experts: int, microbatches: Sequ
         model = SmallMoE(torch.bfloat16, 2, place, num_experts)
         for token_N in microbatches:
             for name, gradient in PlainLoop(model, CONFIG).gradients([token_N]).items():
-                spec = specs_of(model, place)[name]
-                box = local_box(spec, place)
+                spec = model.specs[name]
+                partial = {axis for axis, _ in spec.placements}.union(spec.grad_sum_axes)
+                if any(place.rank(axis) for axis in SPLIT_AXES[spec.kind] if axis not in partial):
+                    continue  # the same as on another rank
                 term = torch.zeros(spec.shape, dtype=gradient.dtype)
-                index = tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
-                term[index] = gradient
+                term[index_of(local_box(spec, place))] = gradient
                 terms.setdefault(name, []).append(term)
     return {name: torch.stack(found) for name, found in terms.items()}
 
 
-def _words(world: int, ep: int, experts: int) -> str:
-    return f"{world} ranks, ep = {ep}, {experts} experts"
+def _words(layout: ParallelLayout, experts: int) -> str:
+    degrees = " ".join(f"{axis}={size}" for axis in ("tp", "cp", "ep", "etp") if (size := layout.size(axis)) > 1)
+    return f"{layout.world} ranks, {degrees or 'dp only'}, {experts} experts"

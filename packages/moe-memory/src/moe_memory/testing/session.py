@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from moe_memory.data_parallel.engine import DataParallelEngine, StateTensor
-from moe_memory.testing.reference import NUM_EXPERTS, SmallMoE, specs_of, step_tokens
+from moe_memory.testing.model import NUM_EXPERTS, SmallMoE, index_of
+from moe_memory.testing.reference import step_tokens
 from moe_memory.testing.verdict import require
 from moe_parallel import Box, Groups, ShardSpec
 
@@ -35,7 +36,7 @@ class Session:
     ) -> None:
         self.engine = engine
         model = SmallMoE(dtype, seed, groups, num_experts)
-        self.specs: dict[str, ShardSpec] = specs_of(model, groups)
+        self.specs: dict[str, ShardSpec] = model.specs
         self.names = list(self.specs)
         self.model = engine.wrap(model, self.specs)
 
@@ -71,14 +72,19 @@ class Part:
     global_shape: tuple[int, ...]
     box: Box
     values: npt.NDArray[Any]
+    owned: bool
 
 
 def copied(tensors: Iterable[StateTensor]) -> list[Part]:
-    return [Part(t.name, t.global_shape, t.box, t.tensor.detach().numpy().copy()) for t in tensors]
+    return [Part(t.name, t.global_shape, t.box, t.tensor.detach().numpy().copy(), t.owned) for t in tensors]
 
 
 def assembled(parts_of_ranks: Iterable[Sequence[Part]], what: str) -> dict[str, Tensor]:
-    """Whole tensors from the parts of all ranks; every element must be there exactly once."""
+    """Whole tensors from the parts of all ranks.
+
+    Every element must be owned exactly once, and parts that are not owned be copies of what is (case R034).
+    """
+    parts_of_ranks = list(parts_of_ranks)
     whole: dict[str, npt.NDArray[Any]] = {}
     seen: dict[str, npt.NDArray[np.int64]] = {}
     for parts in parts_of_ranks:
@@ -87,20 +93,21 @@ def assembled(parts_of_ranks: Iterable[Sequence[Part]], what: str) -> dict[str, 
             require(whole.setdefault(part.name, np.zeros(shape, part.values.dtype)).shape == shape, f"{where}: shapes")
             inside = all(o >= 0 and o + n <= s for o, n, s in zip(box.offset, box.shape, shape, strict=True))
             require(inside and part.values.shape == box.shape, f"{where}: box {box} of {shape}")
-            index = _index(box)
-            whole[part.name][index] = part.values
-            seen.setdefault(part.name, np.zeros(shape, np.int64))[index] += 1
+            count = seen.setdefault(part.name, np.zeros(shape, np.int64))
+            if part.owned:
+                whole[part.name][index_of(box)] = part.values
+                count[index_of(box)] += 1
     for name, count in seen.items():
         owners = sorted({*count.flatten().tolist()})
         require(owners in ([1], []), f"{what}: {name}: elements are owned by {' and '.join(map(str, owners))} ranks")
+    for rank, parts in enumerate(parts_of_ranks):
+        for part in parts:
+            same = whole[part.name][index_of(part.box)].tobytes() == part.values.tobytes()
+            require(same, f"{what}: {part.name}: the copy on rank {rank} differs from what is owned")
     return {name: torch.from_numpy(values) for name, values in whole.items()}
 
 
 def overwrite(engine: DataParallelEngine, whole: dict[str, npt.NDArray[Any]]) -> None:
     """Write this rank's parts of whole state tensors, as a checkpoint reader does."""
     for part in engine.state_tensors():
-        part.tensor.copy_(torch.from_numpy(whole[part.name])[_index(part.box)])
-
-
-def _index(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
+        part.tensor.copy_(torch.from_numpy(whole[part.name])[index_of(part.box)])

@@ -67,7 +67,7 @@ def save_checkpoint(
     CPU; when this returns, changing them changes no file.
 
     Args:
-        tensors: the parts that this rank owns; each name at most once.
+        tensors: the parts that are here, each name at most once; those that this rank owns are written.
         state: all other state, JSON values.
         keep: number of complete checkpoints that stay, those of the highest steps; None keeps all. The one written here
             stays in any case.
@@ -92,7 +92,8 @@ def save_checkpoint(
         with _together(final):
             if not working.is_dir():
                 raise CheckpointError(f"rank {rank} cannot see {working}: {directory} must be shared by all ranks")
-            table, files = write_shards(working, tensors, rank=rank, shard_bytes=shard_bytes)
+            owned = (tensor for tensor in tensors if tensor.owned)
+            table, files = write_shards(working, owned, rank=rank, shard_bytes=shard_bytes)
         parts = gather_json({"tensors": table_to_json(table), "files": {n: vars(file) for n, file in files.items()}})
         with _together(final):
             if first:

@@ -8,7 +8,7 @@ from moe_parallel.layout import ParallelLayout
 from moe_parallel.problem import Problem
 from moe_train.config.tree import TrainConfig
 from moe_train.data.corpus import CORPORA
-from moe_train.plugins import SINKS
+from moe_train.plugins import MODELS, SINKS
 
 
 def section_problems(config: TrainConfig) -> list[Problem]:
@@ -40,16 +40,14 @@ def layout_of(config: TrainConfig, world: int) -> ParallelLayout:
 
 
 def _layout_problems(config: TrainConfig, layout: ParallelLayout) -> list[Problem]:
-    found = [
-        Problem(
-            key=f"parallel.{axis}",
-            value=layout.size(axis),
-            rule="the model cannot be split along this axis in this release",
-            legal="1",
-        )
-        for axis in ("tp", "cp", "pp", "etp")
-        if layout.size(axis) > 1
-    ]
+    from moe_train.data.tokenizer import ByteTokenizer
+
+    found = []
+    if layout.pp > 1:
+        rule = "the model cannot be split along this axis in this release"
+        found.append(Problem(key="parallel.pp", value=layout.pp, rule=rule, legal="1"))
+    family = MODELS.get(config.model.kind)
+    found += family.problems(config.model, ByteTokenizer().vocab_size, config.parallel)
     train = config.train
     units = -(-train.global_batch_sequences // train.balance_sequences)
     if not found and units < layout.dp:

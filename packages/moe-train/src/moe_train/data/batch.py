@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_parallel import SequenceInfo
+from moe_parallel import ContextSplit, SequenceInfo
 
 
 def document_numbers(token_BS: Tensor, end_of_document: int) -> Tensor:
@@ -28,7 +28,7 @@ class Batch:
         target_mask_BS: bool, which targets count in the loss.
         valid_BS: bool, which slots hold tokens; padding sits at the end of a row.
         position_BS: int64 position inside the document.
-        token_index_BS: int64 index of each slot in the global batch.
+        token_index_BS: int64 index of each slot in the global batch; -1 for slots that rows were padded with later.
         document_BS: int64 number of the document inside its row, 0, 1, 2, ... from left to right; None where a row is
             one document.
     """
@@ -89,13 +89,26 @@ class Batch:
         """Number of the first row in the global batch; reads the host."""
         return int(self.token_index_BS[0, 0]) // self.token_BS.shape[1]
 
-    def sequence_info(self) -> SequenceInfo:
-        """The part of the batch that layers may see."""
+    def padded(self, slots: int) -> "Batch":
+        """Rows of so many slots, padded at their end; the padding belongs to the last document of its row."""
+        more = slots - self.token_BS.shape[1]
+        if more == 0:
+            return self
+        padded = self.each(lambda value: torch.nn.functional.pad(value, (0, more)))
+        index_BS = torch.nn.functional.pad(self.token_index_BS, (0, more), value=-1)
+        if self.document_BS is None:
+            return replace(padded, token_index_BS=index_BS)
+        last_BS = self.document_BS[:, -1:].expand(-1, more)
+        return replace(padded, token_index_BS=index_BS, document_BS=torch.cat((self.document_BS, last_BS), 1))
+
+    def sequence_info(self, context: ContextSplit | None = None) -> SequenceInfo:
+        """The part of the batch that layers may see; `context` says whose slots these are."""
         return SequenceInfo(
             position_BS=self.position_BS,
             token_index_BS=self.token_index_BS,
             valid_BS=self.valid_BS,
             document_BS=self.document_BS,
+            context=context,
         )
 
     def ahead(self, depth: int) -> "Ahead":
@@ -120,16 +133,17 @@ class Batch:
 
     def rows(self, start: int, stop: int) -> "Batch":
         """The sequences `start <= i < stop`."""
-        return self._each(lambda value: value[start:stop])
+        return self.each(lambda value: value[start:stop])
 
     def microbatches(self, size: int) -> "list[Batch]":
         """Execution microbatches of `size` sequences in order; the last one may be smaller."""
         return [self.rows(start, start + size) for start in range(0, self.num_sequences, size)]
 
     def to(self, device: torch.device) -> "Batch":
-        return self._each(lambda value: value.to(device, non_blocking=True))
+        return self.each(lambda value: value.to(device, non_blocking=True))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """The same change of every tensor [B, S]."""
         return replace(self, **{name: change(value) for name, value in vars(self).items() if value is not None})
 
 
@@ -147,3 +161,7 @@ class Ahead:
     token_BS: Tensor
     target_BS: Tensor
     target_mask_BS: Tensor
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Ahead":
+        """The same change of every tensor [B, S]."""
+        return Ahead(**{name: change(value) for name, value in vars(self).items()})

@@ -29,11 +29,17 @@ class Conversion:
 # The same tensor.
 SAME = Conversion(to_ours=lambda parts, _: parts[0], to_theirs=lambda x, _: [x])
 
-# Gate and up projection, each [F, D], one above the other: [2F, D].
-GATE_UP = Conversion(to_ours=lambda parts, _: torch.cat(tuple(parts)), to_theirs=lambda x, _: x.chunk(2))
+# Gate and up projection, each [F, D]; ours is [2, F, D].
+GATE_UP = Conversion(to_ours=lambda parts, _: torch.stack(tuple(parts)), to_theirs=lambda x, _: x.unbind())
 
 # Experts that are one tensor [E, out, in]; ours is [E, in, out].
 STACKED = Conversion(to_ours=lambda parts, _: parts[0].transpose(1, 2), to_theirs=lambda x, _: [x.transpose(1, 2)])
+
+# As one tensor [E, 2F, D], gate above up; ours is [E, D, 2, F].
+STACKED_GATE_UP = Conversion(
+    to_ours=lambda parts, _: torch.stack(parts[0].transpose(1, 2).chunk(2, 2), 2),
+    to_theirs=lambda x, _: [x.flatten(2).transpose(1, 2)],
+)
 
 # Experts one by one, [out, in].
 PER_EXPERT = Conversion(
@@ -41,12 +47,12 @@ PER_EXPERT = Conversion(
     to_theirs=lambda x, _: [expert.t() for expert in x],
 )
 
-# Experts one by one, each a gate and an up projection [F, D]; ours is [E, D, 2F].
+# Experts one by one, each a gate and an up projection [F, D]; ours is [E, D, 2, F].
 PER_EXPERT_GATE_UP = Conversion(
     to_ours=lambda parts, _: torch.stack(
-        [torch.cat((gate, up)).t() for gate, up in zip(parts[::2], parts[1::2], strict=True)]
+        [torch.stack((gate.t(), up.t()), 1) for gate, up in zip(parts[::2], parts[1::2], strict=True)]
     ),
-    to_theirs=lambda x, _: [half for expert in x for half in expert.t().chunk(2)],
+    to_theirs=lambda x, _: [half.t() for expert in x for half in expert.unbind(1)],
 )
 
 

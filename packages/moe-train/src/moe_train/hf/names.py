@@ -18,6 +18,7 @@ from moe_train.hf.conversions import (
     PER_EXPERT_GATE_UP,
     SAME,
     STACKED,
+    STACKED_GATE_UP,
     Conversion,
 )
 from moe_train.models.config import DecoderConfig
@@ -110,7 +111,7 @@ def _mlp(ours: str, theirs: str) -> dict[str, Part]:
 def _per_expert(prefix: str, gate: str, up: str, down: str) -> dict[str, Part]:
     names = [f"{prefix}.experts.{{e}}.{name}.weight" for name in (gate, up, down)]
     return {
-        "moe.experts.w1_EDF": Part((names[0], names[1]), PER_EXPERT_GATE_UP),
+        "moe.experts.w1_ED2F": Part((names[0], names[1]), PER_EXPERT_GATE_UP),
         "moe.experts.w2_EFD": Part((names[2],), PER_EXPERT),
     }
 
@@ -139,7 +140,7 @@ _LATENT_ATTENTION = {
 }
 _ROUTER = {"moe.router.weight": Part(("mlp.gate.weight",))}
 _STACKED = {
-    "moe.experts.w1_EDF": Part(("mlp.experts.gate_up_proj",), STACKED),
+    "moe.experts.w1_ED2F": Part(("mlp.experts.gate_up_proj",), STACKED_GATE_UP),
     "moe.experts.w2_EFD": Part(("mlp.experts.down_proj",), STACKED),
 }
 _PER_EXPERT = _per_expert("mlp", "gate_proj", "up_proj", "down_proj")

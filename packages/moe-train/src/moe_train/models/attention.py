@@ -1,6 +1,6 @@
 """Grouped-query self-attention with rotary positions.
 
-Shape legend: B sequences, S slots, D model, H query heads, G key/value heads, F features of a head.
+Shape legend: B sequences, S slots, T = B*S tokens, D model, H query heads, G key/value heads, F features of a head.
 """
 
 from typing import Literal
@@ -55,16 +55,16 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(head_features if self.norm_heads else query, norm_eps, dtype=dtype)
             self.k_norm = RMSNorm(head_features if self.norm_heads else key_value, norm_eps, dtype=dtype)
 
-    def forward(self, x_BSD: Tensor, info: SequenceInfo, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Attention output [B, S, D]; `rope` holds cosine and sine of the positions in `info`."""
-        heads = (*x_BSD.shape[:2], -1, self.head_features)
-        q, k = self.q_proj(x_BSD), self.k_proj(x_BSD)
-        v_BSGF = self.v_proj(x_BSD).view(heads)
+    def forward(self, x_TD: Tensor, info: SequenceInfo, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Attention output [T, D]; `rope` holds cosine and sine of the positions in `info`."""
+        heads = (*info.position_BS.shape, -1, self.head_features)
+        q, k = self.q_proj(x_TD), self.k_proj(x_TD)
+        v_BSGF = self.v_proj(x_TD).view(heads)
         if self.norm_heads:
             q, k = q.view(heads), k.view(heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q_BSHF, k_BSGF = apply_rope(q.view(heads), *rope), apply_rope(k.view(heads), *rope)
         out_BSHF = self.core(q_BSHF, k_BSGF, v_BSGF, info, scale=self.scale, window=self.window)
-        out_BSD: Tensor = self.o_proj(out_BSHF.flatten(2))
-        return out_BSD
+        out_TD: Tensor = self.o_proj(out_BSHF.flatten(2).flatten(0, 1))
+        return out_TD

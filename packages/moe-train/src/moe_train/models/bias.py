@@ -7,17 +7,15 @@ from moe_parallel import Box, Groups
 from moe_train.models.spec import CausalModel
 
 
-def bias_tensors(model: CausalModel, groups: Groups | None = None) -> Iterator[StateTensor]:
+def bias_tensors(model: CausalModel, groups: Groups) -> Iterator[StateTensor]:
     """`bias/<layer>` of every layer that has an expert bias, as live storage.
 
-    Every rank of a stage of the pipeline holds the same bias. With `groups` the first of them owns it and the others
-    give nothing, as for saving; without, every rank gives all of its own, as for loading.
+    Every rank of a stage of the pipeline holds the same bias, and the first of them owns it.
     """
-    if groups is not None and any(groups.rank(axis) for axis in ("tp", "cp", "dp")):
-        return
+    owned = groups.rank("tp", "cp", "dp") == 0
     for router in model.routers():
         if router.bias_E is not None:
             shape = tuple(router.bias_E.shape)
             yield StateTensor(
-                name=f"bias/{router.name}", global_shape=shape, box=Box.whole(shape), tensor=router.bias_E
+                name=f"bias/{router.name}", global_shape=shape, box=Box.whole(shape), tensor=router.bias_E, owned=owned
             )

@@ -1,4 +1,7 @@
-"""One Transformer layer: attention, then a feed-forward part, each after a norm and added to the residual stream."""
+"""One Transformer layer: attention, then a feed-forward part, each after a norm and added to the residual stream.
+
+The residual stream is a list of tokens [T, D]; who reads them by rows takes the rows from `SequenceInfo`.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +12,7 @@ from moe_parallel import SequenceInfo
 from moe_train.models.mlp import MLP
 from moe_train.models.moe import MoELayer
 from moe_train.models.statistics import RouterStatistics
-from moe_train.scale import MicrobatchScale
+from moe_train.scale import RoutingScale
 
 
 class Block(nn.Module):
@@ -27,14 +30,14 @@ class Block(nn.Module):
     def forward(
         self,
         replay: Replay,
-        x_BSD: Tensor,
+        x_TD: Tensor,
         info: SequenceInfo,
         rope: tuple[Tensor, Tensor],
-        scale: MicrobatchScale | None,
+        scale: RoutingScale | None,
     ) -> tuple[Tensor, RouterStatistics]:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), info, rope)
-        y_BSD, statistics = self.moe(self.moe_norm(x_BSD), info.valid_BS, scale, replay)
-        return x_BSD + y_BSD, statistics
+        x_TD = x_TD + self.attention(self.attention_norm(x_TD), info, rope)
+        y_TD, statistics = self.moe(self.moe_norm(x_TD), info.valid_BS.flatten(), scale, replay)
+        return x_TD + y_TD, statistics
 
 
 class DenseBlock(nn.Module):
@@ -52,11 +55,11 @@ class DenseBlock(nn.Module):
     def forward(
         self,
         replay: Replay,
-        x_BSD: Tensor,
+        x_TD: Tensor,
         info: SequenceInfo,
         rope: tuple[Tensor, Tensor],
-        scale: MicrobatchScale | None,
+        scale: RoutingScale | None,
     ) -> tuple[Tensor, None]:
         """As `Block`; there is no router, so there are no statistics."""
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), info, rope)
-        return x_BSD + self.mlp(self.mlp_norm(x_BSD)), None
+        x_TD = x_TD + self.attention(self.attention_norm(x_TD), info, rope)
+        return x_TD + self.mlp(self.mlp_norm(x_TD)), None

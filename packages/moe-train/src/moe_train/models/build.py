@@ -90,7 +90,7 @@ def build_moe(config: DecoderConfig, layer: int, parts: ModelParts) -> MoELayer:
         down = nn.Linear(features, config.moe_latent_features, bias=False, dtype=dtype)
         up = nn.Linear(config.moe_latent_features, features, bias=False, dtype=dtype)
     experts = GroupedExperts(
-        config.num_experts // parts.expert_parallel,
+        config.num_experts,
         config.moe_latent_features or features,
         config.expert_features,
         activation=config.activation,

@@ -1,6 +1,6 @@
 """The decoder: embedding, layers, norm, layers of multi-token prediction, output projection.
 
-Shape legend: B sequences, S slots, D model, V vocabulary.
+Shape legend: B sequences, S slots, T = B*S tokens, D model, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_kernels.cross_entropy import cross_entropy
 from moe_kernels.losses import inject_gradient
 from moe_kernels.norm import RMSNorm
 from moe_kernels.rope import rope_tables
@@ -57,6 +56,18 @@ class DecoderContext:
     losses: dict[str, Tensor] = field(default_factory=dict)
 
 
+class Head(nn.Module):
+    """The output projection; the weight is [V, D], or where there is none that of the embedding."""
+
+    def __init__(self, model_features: int, vocab_size: int, *, tied: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, model_features, dtype=dtype))
+
+    def forward(self, x_TD: Tensor, embedding_VD: Tensor) -> Tensor:
+        """Logits [T, V]."""
+        return F.linear(x_TD, embedding_VD if self.weight is None else self.weight)
+
+
 class Decoder(nn.Module):
     """A decoder-only Transformer; it knows no rank and no backend.
 
@@ -76,15 +87,14 @@ class Decoder(nn.Module):
         self.config = config
         self.dtype = parts.dtype
         self.activations: ActivationPolicy = parts.activations
+        self.cross_entropy = parts.cross_entropy
         self.embedding = nn.Embedding(vocab_size, config.model_features, dtype=parts.dtype)
         self.layers = nn.ModuleList(block(config, layer, parts) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.model_features, config.norm_eps, dtype=parts.dtype)
         self.mtp = nn.ModuleList(
             build_mtp_layer(config, depth, parts, block=block) for depth in range(config.mtp_layers)
         )
-        self.head = None
-        if not config.tied_embeddings:
-            self.head = nn.Linear(config.model_features, vocab_size, bias=False, dtype=parts.dtype)
+        self.head = Head(config.model_features, vocab_size, tied=config.tied_embeddings, dtype=parts.dtype)
 
     @property
     def depths(self) -> int:
@@ -100,7 +110,8 @@ class Decoder(nn.Module):
         context, x = self.context(info, scale), token_BS
         for segment in self.segments():
             x = segment.run(x, context)
-        return DecoderOutput(logits_BSV=x, statistics=RouterStatistics.stack(context.statistics))
+        logits_BSV = x.view(*info.position_BS.shape, -1)
+        return DecoderOutput(logits_BSV=logits_BSV, statistics=RouterStatistics.stack(context.statistics))
 
     def context(self, info: SequenceInfo, scale: MicrobatchScale | None) -> DecoderContext:
         """What the segments of one forward need besides their input."""
@@ -110,6 +121,10 @@ class Decoder(nn.Module):
 
     def segments(self) -> list[Segment[DecoderContext]]:
         """The forward in pieces: tokens to features, each layer, the norm, each depth of prediction, the logits."""
+
+        def embed(token_BS: Tensor, _: DecoderContext) -> Tensor:
+            features_TD: Tensor = self.embedding(token_BS.flatten())
+            return features_TD
 
         def piece(name: str, run: Callable[[Tensor, DecoderContext], Tensor], *modules: str) -> Segment[DecoderContext]:
             prefixes = tuple(f"{module}." for module in modules)
@@ -122,43 +137,44 @@ class Decoder(nn.Module):
             for depth in range(self.depths)
         ]
         return [
-            piece("embedding", lambda token_BS, _: self.embedding(token_BS), "embedding"),
+            piece("embedding", embed, "embedding"),
             *layers,
-            piece("norm", lambda x_BSD, _: self.norm(x_BSD), "norm"),
+            piece("norm", lambda x_TD, _: self.norm(x_TD), "norm"),
             *mtp,
-            piece("head", lambda x_BSD, _: self._head(x_BSD), *(() if mtp else ("head",))),
+            piece("head", lambda x_TD, _: self._head(x_TD), *(() if mtp else ("head",))),
         ]
 
-    def _layer(self, index: int, x_BSD: Tensor, context: DecoderContext) -> Tensor:
-        arguments = (x_BSD, context.info, context.rope, context.scale)
-        x_BSD, statistics = run_unit(self.activations, f"layers.{index}", self.layers[index], *arguments)
+    def _layer(self, index: int, x_TD: Tensor, context: DecoderContext) -> Tensor:
+        scale = None if context.scale is None else context.scale.routing
+        arguments = (x_TD, context.info, context.rope, scale)
+        x_TD, statistics = run_unit(self.activations, f"layers.{index}", self.layers[index], *arguments)
         if statistics is not None:
             context.statistics.append(statistics)
-        return x_BSD
+        return x_TD
 
     def _predict(self, depth: int, x: Tensor, context: DecoderContext) -> Tensor:
         """One depth of multi-token prediction: the model's features to themselves, with its loss attached.
 
-        Between two depths x is [B, S, 2D], the model's features and those of the depth before side by side.
+        Between two depths x is [T, 2D], the model's features and those of the depth before side by side.
         """
         if context.scale is None:
             return x
         features = x.shape[-1] // min(depth + 1, 2)
-        x_BSD, h_BSD = x[..., :features], x[..., -features:]
+        x_TD, h_TD = x[..., :features], x[..., -features:]
         target = context.scale.ahead[depth]
-        arguments = (h_BSD, self.embedding(target.ahead.token_BS), context.info, context.rope, context.scale)
-        h_BSD, statistics = run_unit(self.activations, f"mtp.{depth}", self.mtp[depth], *arguments)
+        e_TD = self.embedding(target.ahead.token_BS.flatten())
+        arguments = (h_TD, e_TD, context.info, context.rope, context.scale.routing)
+        h_TD, statistics = run_unit(self.activations, f"mtp.{depth}", self.mtp[depth], *arguments)
         if statistics is not None:
             context.statistics.append(statistics)
-        loss_T = cross_entropy(
-            self._head(h_BSD).flatten(0, 1),
-            target.ahead.target_BS.flatten(),
-            valid_T=target.ahead.target_mask_BS.flatten(),
+        loss_T = self.cross_entropy(
+            self._head(h_TD), target.ahead.target_BS.flatten(), target.ahead.target_mask_BS.flatten()
         )
         loss = (loss_T * target.target_weight_T).sum() / self.depths
         context.losses["mtp"] = context.losses.get("mtp", 0) + loss.detach()
-        y = x_BSD if depth + 1 == self.depths else torch.cat((x_BSD, h_BSD), -1)
+        y = x_TD if depth + 1 == self.depths else torch.cat((x_TD, h_TD), -1)
         return inject_gradient(y, loss, self.config.mtp_weight)
 
-    def _head(self, x_BSD: Tensor) -> Tensor:
-        return F.linear(x_BSD, self.embedding.weight) if self.head is None else self.head(x_BSD)
+    def _head(self, x_TD: Tensor) -> Tensor:
+        logits_TV: Tensor = self.head(x_TD, self.embedding.weight)
+        return logits_TV

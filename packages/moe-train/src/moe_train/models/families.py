@@ -2,9 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from moe_parallel.plan import PlanRule
-from moe_parallel.sharding import ParameterKind
 from moe_train.models.config import DecoderConfig
+from moe_train.models.divisible import decoder_problems
 from moe_train.models.flops import decoder_costs
 from moe_train.models.spec import MODEL_INTERFACE_VERSION, CausalModel, ModelParts, ModelSpec
 
@@ -12,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moe_memory.initialise import InitRule
+    from moe_parallel import ParallelConfig, ParallelPlan
 
 
 def _build(config: DecoderConfig, vocab_size: int, parts: ModelParts) -> "CausalModel":
@@ -26,6 +26,12 @@ def _init_rules(config: DecoderConfig) -> "Sequence[tuple[str, InitRule]]":
     return decoder_init_rules(config)
 
 
+def _plan(config: DecoderConfig, parallel: "ParallelConfig") -> "ParallelPlan":
+    from moe_train.models.plan import decoder_plan
+
+    return decoder_plan(config, parallel)
+
+
 DECODER = ModelSpec(
     name="decoder",
     interface_version=MODEL_INTERFACE_VERSION,
@@ -33,7 +39,8 @@ DECODER = ModelSpec(
     available=lambda: None,
     build=_build,
     init_rules=_init_rules,
-    plan=(PlanRule(pattern="*.experts.*", kind=ParameterKind.EXPERT, placements=(("ep", 0),)),),
+    plan=_plan,
+    problems=decoder_problems,
     internal_parameters=("*.router.weight",),
     costs=decoder_costs,
 )

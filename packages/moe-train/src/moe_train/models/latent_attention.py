@@ -1,7 +1,7 @@
 """Multi-head latent attention (MLA, arXiv 2405.04434): keys and values of a token are made from one small vector.
 
-Shape legend: B sequences, S slots, D model, H heads, R rotated features of a query or key head, N its other features,
-V features of a value head, C features of the latent vector of keys and values.
+Shape legend: B sequences, S slots, T = B*S tokens, D model, H heads, R rotated features of a query or key head, N its
+other features, V features of a value head, C features of the latent vector of keys and values.
 """
 
 import torch
@@ -59,18 +59,18 @@ class LatentAttention(nn.Module):
         self.kv_up_proj = nn.Linear(kv_features, key_value, bias=False, dtype=dtype)
         self.o_proj = nn.Linear(num_heads * latent.value_features, model_features, bias=False, dtype=dtype)
 
-    def forward(self, x_BSD: Tensor, info: SequenceInfo, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Attention output [B, S, D]; `rope` holds cosine and sine of the positions in `info`."""
+    def forward(self, x_TD: Tensor, info: SequenceInfo, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Attention output [T, D]; `rope` holds cosine and sine of the positions in `info`."""
         rotary, plain, value = self.rotary_features, self.head_features, self.value_features
-        batch = x_BSD.shape[:2]
-        q = self.q_up_proj(self.q_norm(self.q_down_proj(x_BSD))) if self.has_query_latent else self.q_proj(x_BSD)
+        batch = info.position_BS.shape
+        q = self.q_up_proj(self.q_norm(self.q_down_proj(x_TD))) if self.has_query_latent else self.q_proj(x_TD)
         q_BSHF = apply_rope(q.view(*batch, -1, rotary + plain), *rope)
         kv_features = self.kv_norm.weight.shape[0]
-        c_BSC, k_rotary_BSR = self.kv_down_proj(x_BSD).split([kv_features, rotary], -1)
-        kv_BSHF = self.kv_up_proj(self.kv_norm(c_BSC)).view(*batch, -1, plain + value)
+        c_TC, k_rotary_TR = self.kv_down_proj(x_TD).split([kv_features, rotary], -1)
+        kv_BSHF = self.kv_up_proj(self.kv_norm(c_TC)).view(*batch, -1, plain + value)
         k_plain_BSHN, v_BSHV = kv_BSHF.split([plain, value], -1)
-        k_rotary_BS1R = apply_rope(k_rotary_BSR.unsqueeze(2), *rope)
+        k_rotary_BS1R = apply_rope(k_rotary_TR.view(*batch, 1, rotary), *rope)
         k_BSHF = torch.cat((k_rotary_BS1R.expand(-1, -1, k_plain_BSHN.shape[2], -1), k_plain_BSHN), -1)
         out_BSHV = self.core(q_BSHF, k_BSHF, v_BSHV, info, scale=self.scale, window=self.window)
-        out_BSD: Tensor = self.o_proj(out_BSHV.flatten(2))
-        return out_BSD
+        out_TD: Tensor = self.o_proj(out_BSHV.flatten(2).flatten(0, 1))
+        return out_TD

@@ -1,8 +1,8 @@
 """The Mixture-of-Experts layer: where router, dispatcher, experts and shared expert meet, each behind its Protocol.
 
 The layer is a list of steps over an explicit state, tagged by what they occupy; `forward` runs the list. It names no
-backend. Shape legend: B sequences, S slots, T = B*S tokens, D model, L latent
-(equal to D unless the routed experts work at another width), K choices, R rows after dispatch, E experts.
+backend. Shape legend: T tokens, D model, L latent (equal to D unless the routed experts work at another width), K
+choices, R rows after dispatch, E experts.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from moe_memory.recompute import Replay
 from moe_parallel import Pending, Step, StepKind, run_steps
 from moe_train.models.router import Router
 from moe_train.models.statistics import RouterStatistics
-from moe_train.scale import MicrobatchScale
+from moe_train.scale import RoutingScale
 
 
 @dataclass
@@ -34,7 +34,7 @@ class MoEState:
 
     x_TD: Tensor
     valid_T: Tensor
-    scale: MicrobatchScale | None
+    scale: RoutingScale | None
     replay: Replay
     routing: Routing = field(init=False)
     probs_TK: Tensor = field(init=False)
@@ -105,13 +105,12 @@ class MoELayer(nn.Module):
         )
 
     def forward(
-        self, x_BSD: Tensor, valid_BS: Tensor, scale: MicrobatchScale | None, replay: Replay
+        self, x_TD: Tensor, valid_T: Tensor, scale: RoutingScale | None, replay: Replay
     ) -> tuple[Tensor, RouterStatistics]:
-        """Output [B, S, D] and what the router did; padding tokens meet no routed expert."""
-        x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
-        state = MoEState(x_TD=x_TD, valid_T=valid_BS.reshape(-1), scale=scale, replay=replay)
+        """Output [T, D] and what the router did; padding tokens meet no routed expert."""
+        state = MoEState(x_TD=x_TD, valid_T=valid_T, scale=scale, replay=replay)
         run_steps(self.steps, state)
-        return state.y_TD.view(x_BSD.shape), _statistics(state)
+        return state.y_TD, _statistics(state)
 
     def _route(self, state: MoEState) -> None:
         ids_TK = state.replay.recall("ids")

@@ -1,6 +1,6 @@
 """Multi-token prediction (MTP, arXiv 2412.19437): a layer that predicts one token further than the one before it.
 
-Shape legend: B sequences, S slots, D model.
+Shape legend: T tokens, D model.
 """
 
 import torch
@@ -10,7 +10,7 @@ from moe_kernels.norm import RMSNorm
 from moe_memory.recompute import Replay
 from moe_parallel import SequenceInfo
 from moe_train.models.statistics import RouterStatistics
-from moe_train.scale import MicrobatchScale
+from moe_train.scale import RoutingScale
 
 
 class MTPLayer(nn.Module):
@@ -31,12 +31,12 @@ class MTPLayer(nn.Module):
     def forward(
         self,
         replay: Replay,
-        h_BSD: Tensor,
-        e_BSD: Tensor,
+        h_TD: Tensor,
+        e_TD: Tensor,
         info: SequenceInfo,
         rope: tuple[Tensor, Tensor],
-        scale: MicrobatchScale | None,
+        scale: RoutingScale | None,
     ) -> tuple[Tensor, RouterStatistics | None]:
-        x_BSD = self.projection(torch.cat((self.embedding_norm(e_BSD), self.hidden_norm(h_BSD)), -1))
-        x_BSD, statistics = self.block(replay, x_BSD, info, rope, scale)
-        return self.norm(x_BSD), statistics
+        x_TD = self.projection(torch.cat((self.embedding_norm(e_TD), self.hidden_norm(h_TD)), -1))
+        x_TD, statistics = self.block(replay, x_TD, info, rope, scale)
+        return self.norm(x_TD), statistics

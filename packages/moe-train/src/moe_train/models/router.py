@@ -15,7 +15,7 @@ from moe_kernels.config import RouterConfig
 from moe_kernels.losses import balance_loss, global_balance_loss, inject_gradient, plain_choices, z_loss
 from moe_kernels.routing import route, scores
 from moe_train.models.config import BalanceConfig
-from moe_train.scale import MicrobatchScale
+from moe_train.scale import RoutingScale
 
 
 class Router(nn.Module):
@@ -48,7 +48,10 @@ class Router(nn.Module):
         self.balance = balance
         self.name = name
         self.row = row
-        bias_E = None if balance.bias_rate is None else torch.zeros(num_experts, dtype=internal_dtype(dtype))
+        # It has a value from the start, where parameters may have no storage yet.
+        bias_E = (
+            None if balance.bias_rate is None else torch.zeros(num_experts, dtype=internal_dtype(dtype), device="cpu")
+        )
         self.register_buffer("bias_E", bias_E)
 
     def forward(self, x_TD: Tensor, valid_T: Tensor, ids_TK: Tensor | None) -> tuple[Routing, Tensor]:
@@ -71,10 +74,11 @@ class Router(nn.Module):
             self.bias_E = bias_E.to(self.bias_E.device)
         return self
 
-    def balanced(self, routing: Routing, logits_TE: Tensor, scale: MicrobatchScale) -> tuple[Tensor, dict[str, Tensor]]:
+    def balanced(self, routing: Routing, logits_TE: Tensor, scale: RoutingScale) -> tuple[Tensor, dict[str, Tensor]]:
         """The probabilities with the gradients of the balance losses attached, and the value of each loss.
 
-        Values are weighted by the step's weights and not by the coefficients, and detached.
+        Values are this rank's part of a sum over all that share the step, weighted by the step's weights and not by the
+        coefficients, and detached.
         """
         balance = self.balance
         probs_TK = routing.probs_TK
@@ -93,12 +97,22 @@ class Router(nn.Module):
         ids_TK = routing.ids_TK if balance.routing == "routed" else plain_choices(scores_TE.detach(), self.config.top_k)
         if balance.aux > 0:
             loss_M = balance_loss(
-                scores_TE, ids_TK, scale.balance_T, scale.balance_weight_M.numel(), valid_T=scale.valid_T
+                scores_TE,
+                ids_TK,
+                scale.balance_T,
+                scale.balance_weight_M.numel(),
+                valid_T=scale.valid_T,
+                reduce=scale.reduce,
             )
             add("aux", (loss_M * scale.balance_weight_M).sum(), balance.aux)
         if balance.seq > 0:
             loss_G = balance_loss(
-                scores_TE, ids_TK, scale.segment_T, scale.segment_weight_G.numel(), valid_T=scale.valid_T
+                scores_TE,
+                ids_TK,
+                scale.segment_T,
+                scale.segment_weight_G.numel(),
+                valid_T=scale.valid_T,
+                reduce=scale.reduce,
             )
             add("seq", (loss_G * scale.segment_weight_G).sum(), balance.seq)
         if balance.glob > 0 and scale.window is not None:

@@ -5,9 +5,8 @@ Importing this module does not import torch, so that configuration can be checke
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from moe_parallel.plan import PlanRule
 from moe_train.models.flops import ModelCosts
 
 if TYPE_CHECKING:
@@ -18,12 +17,14 @@ if TYPE_CHECKING:
     from moe_kernels.grouped_gemm.api import GroupedGemm
     from moe_memory.initialise import InitRule
     from moe_memory.recompute import ActivationPolicy
-    from moe_parallel import AttentionCore, SequenceInfo
+    from moe_parallel import AttentionCore, ParallelConfig, ParallelPlan, Problem, SequenceInfo
     from moe_parallel.pipeline.chunk import Segment
     from moe_train.models.statistics import RouterStatistics
     from moe_train.scale import MicrobatchScale
 
 MODEL_INTERFACE_VERSION = 2
+
+CrossEntropy: TypeAlias = "Callable[[Tensor, Tensor, Tensor], Tensor]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +36,17 @@ class ModelParts:
         dispatcher: tokens to experts and back.
         grouped_gemm: matrix products of the experts.
         activations: which layers recompute.
+        cross_entropy: (logits [T, V], targets [T], which of them count [T]) to the loss of each target [T] in the
+            internal dtype, zero where it does not count.
         dtype: compute dtype.
-        expert_parallel: ranks over which the experts of a layer are spread.
     """
 
     attention: "AttentionCore"
     dispatcher: "TokenDispatcher[Any]"
     grouped_gemm: "GroupedGemm"
     activations: "ActivationPolicy"
+    cross_entropy: "CrossEntropy"
     dtype: "torch.dtype"
-    expert_parallel: int = 1
 
 
 class ModelOutput(Protocol):
@@ -79,7 +81,7 @@ class CausalModel(Protocol):
     """What the trainer needs of a module beyond being one.
 
     The forward is also available in segments over a context, so that gradients can be reported layer by layer: `x =
-    token_BS`, then `x = segment.run(x, context)` for each, after which `x` is `logits_BSV`, `context.statistics` the
+    token_BS`, then `x = segment.run(x, context)` for each, after which `x` is logits [B*S, V], `context.statistics` the
     list of `RouterStatistics`, one for each of `routers()` in their order, and `context.losses` further terms of the
     loss by name, weighted as `scale` says, without coefficient and detached.
 
@@ -115,9 +117,11 @@ class ModelSpec:
         config: frozen keyword-only dataclass with `kind: Literal[name]` and `problems() -> list[Problem]`; it has the
             fields `num_experts`, `router: RouterConfig` and `balance: BalanceConfig`.
         available: None if it can be built here, else the reason.
-        build: (config, vocabulary size, parts) to the module, a `CausalModel`.
+        build: (config, vocabulary size, parts) to the whole module, a `CausalModel`. It is called where modules have no
+            storage (`moe_parallel.without_storage`): what it computes once and keeps must be made on a real device.
         init_rules: (config) to (pattern of global names, rule) pairs; the first match wins.
-        plan: how parameters are split over ranks; without a rule they are dense and whole on every rank.
+        plan: (config, degrees of parallelism) to how the module is spread over ranks.
+        problems: (config, vocabulary size, degrees of parallelism) to every rule that such a plan would violate.
         internal_parameters: patterns of the parameters that stay in the internal dtype.
         costs: (config, vocabulary size) to parameter counts and FLOPs.
     """
@@ -128,6 +132,7 @@ class ModelSpec:
     available: Callable[[], str | None]
     build: Callable[[Any, int, ModelParts], "CausalModel"]
     init_rules: Callable[[Any], "Sequence[tuple[str, InitRule]]"]
-    plan: tuple[PlanRule, ...]
+    plan: "Callable[[Any, ParallelConfig], ParallelPlan]"
+    problems: "Callable[[Any, int, ParallelConfig], Sequence[Problem]]"
     internal_parameters: tuple[str, ...]
     costs: Callable[[Any, int], ModelCosts]

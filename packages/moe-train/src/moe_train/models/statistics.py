@@ -39,14 +39,15 @@ class RouterStatistics:
         return cls(**{name: torch.stack([getattr(layer, name) for layer in layers]) for name in cls.__annotations__})
 
     def summed(self, losses: Tensor, groups: Groups) -> "tuple[RouterStatistics, Tensor]":
-        """Statistics and losses of all ranks that see different tokens, from those of each; one collective for both.
+        """Statistics and losses over all ranks, from those of each; one collective for both.
 
-        They travel as float64, in which every count below 2**53 is exact.
+        Every rank routes other tokens, but all ranks of `tp` have the losses of the same targets. They travel as
+        float64, in which every count below 2**53 is exact.
         """
-        group = groups.group("cp", "dp")
+        group = groups.group("tp", "cp", "dp")
         if group is None:
             return self, losses
-        tensors = {**vars(self), "losses": losses}
+        tensors = {**vars(self), "losses": losses if groups.rank("tp") == 0 else torch.zeros_like(losses)}
         packed = torch.cat([tensor.flatten().to(torch.float64) for tensor in tensors.values()])
         parts = torch.split(all_reduce(packed, group).wait(), [tensor.numel() for tensor in tensors.values()])
         found = {

@@ -1,0 +1,74 @@
+"""A shift along a ring: who gets what, buffers that are reused, and failures that name the group."""
+
+import time
+
+import pytest
+import torch
+
+from moe_parallel import CollectiveError, ParallelLayout, run_distributed, shift
+
+pytestmark = pytest.mark.dist
+
+
+def on_ranks(ranks, fn, **limits):
+    return run_distributed(ParallelLayout(world=ranks, cp=ranks), lambda mesh: fn(mesh.group("cp")), **limits)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_rank_gets_what_the_one_before_has(ranks):
+    def on_rank(group):
+        here = torch.full((3, 2), float(group.rank()))
+        other = torch.full((2, 3), 10.0 * group.rank()).t()  # not contiguous, and in flight at the same time
+        first, second = shift(here, group), shift(other, group)
+        before = (group.rank() - 1) % ranks
+        assert torch.equal(second.wait(), torch.full((3, 2), 10.0 * before))
+        assert torch.equal(first.wait(), torch.full((3, 2), float(before)))
+        spare = torch.empty(3, 2)
+        for step in range(ranks):  # all the way round, with two buffers
+            coming = shift(here, group, spare)
+            here, spare = coming.wait(), here
+            assert here[0, 0] == (group.rank() - step - 1) % ranks
+
+    on_ranks(ranks, on_rank)
+
+
+def test_nothing_waits_before_wait():
+    def on_rank(group):
+        if group.rank() == 1:
+            time.sleep(0.2)
+        began = time.monotonic()
+        coming = shift(torch.ones(1 << 20), group)
+        assert time.monotonic() - began < 0.15
+        early = coming.done()
+        assert coming.wait().sum() == 1 << 20
+        assert coming.done()
+        return early
+
+    assert not on_ranks(2, on_rank)[0]
+
+
+def test_buffers_stay_alive_while_bytes_travel():
+    """The caller may drop what it gave before the neighbour has come."""
+
+    def on_rank(group):
+        pending = shift(torch.full((50_000, 2), float(group.rank())).t(), group)  # a copy is sent
+        garbage = [torch.full((2, 50_000), float("nan")) for _ in range(8)]  # takes what was freed
+        if group.rank() == 1:
+            time.sleep(0.2)
+        del garbage
+        assert torch.equal(pending.wait(), torch.full((2, 50_000), 1.0 - group.rank()))
+
+    on_ranks(2, on_rank)
+
+
+def test_a_neighbour_that_does_not_come_is_named_with_the_group():
+    def on_rank(group):
+        if group.rank() == 1:
+            time.sleep(1.6)
+            return
+        pending = shift(torch.ones(1 << 20), group)
+        for _ in range(2):
+            with pytest.raises(CollectiveError, match=r"rank 0: shift in group cp = .* of ranks 0, 1 failed after 1"):
+                pending.wait()
+
+    on_ranks(2, on_rank, timeout_s=1)

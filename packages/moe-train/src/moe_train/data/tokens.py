@@ -1,0 +1,76 @@
+"""`TokenSplit`: which tokens of an execution microbatch a rank works on, of those that its data-parallel rank has.
+
+Rows are spread over `cp`: every rank of it has some slots of every row. What it has is a list of tokens, of which each
+rank of `tp` routes a consecutive part. Both need rows of a fitting length, so that rows are padded first.
+
+Shape legend: B rows, R slots of a whole row, S slots of it on this rank, T tokens of a list, W ranks of `tp` and `cp`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_parallel import ContextSplit, Groups, all_gather
+from moe_parallel.context.balance import join_slots, padded_slots, select_slots, split_context
+from moe_train.data.batch import Batch
+
+
+@dataclass(frozen=True)
+class TokenSplit:
+    """How this rank shares microbatches with those of its `tp` and `cp` groups."""
+
+    groups: Groups
+
+    def padded(self, batch: Batch) -> Batch:
+        """The batch with rows that can be split."""
+        tp, cp = self.groups.size("tp"), self.groups.size("cp")
+        slots = batch.token_BS.shape[1]
+        return batch.padded(padded_slots(slots, cp, tp) if cp > 1 else -(-slots // tp) * tp)
+
+    def of(self, batch: Batch) -> "TokenPart":
+        """This rank's part of a padded batch; collective over nothing, the same on all ranks of a row."""
+        group, context = self.groups.group("cp"), None
+        if group is not None:
+            rows, slots = batch.token_BS.shape
+            context = split_context(group, rows, slots, batch.document_BS, device=batch.token_BS.device)
+        return TokenPart(groups=self.groups, shape=batch.token_BS.shape, context=context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenPart:
+    """What a rank has of the rows of one microbatch.
+
+    Attributes:
+        groups: of this rank.
+        shape: [B, R] of the whole rows.
+        context: which slots each rank of `cp` has; None where this rank has whole rows.
+    """
+
+    groups: Groups
+    shape: torch.Size
+    context: ContextSplit | None
+
+    def rows(self, x_BR: Tensor) -> Tensor:
+        """[B, R, ..] to the slots of this rank [B, S, ..]."""
+        return x_BR if self.context is None else select_slots(x_BR, self.context, self.groups.rank("cp"))
+
+    def held(self, x_T: Tensor) -> Tensor:
+        """Of the list of all tokens [B*R, ..], those of this rank [B*S, ..]."""
+        return self.rows(x_T.view(*self.shape, *x_T.shape[1:])).flatten(0, 1)
+
+    def routed(self, x_T: Tensor) -> Tensor:
+        """Of the list of all tokens, those that this rank routes [B*S / tp, ..]."""
+        return self.held(x_T).chunk(self.groups.size("tp"))[self.groups.rank("tp")]
+
+    def whole(self, x_T: Tensor) -> Tensor:
+        """The list of all tokens [B*R, ..] from those that each rank routes; undoes `routed`. Collective."""
+        group = self.groups.group("tp", "cp")
+        if group is None:
+            return x_T
+        every_WT = all_gather(x_T, group).wait()
+        if self.context is None:
+            return every_WT
+        # Ranks of tp vary fastest, so the parts of a rank of cp follow each other.
+        parts = every_WT.view(self.groups.size("cp"), self.shape[0], -1, *x_T.shape[1:])
+        return join_slots(list(parts), self.context).flatten(0, 1)
