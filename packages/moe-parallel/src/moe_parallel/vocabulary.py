@@ -103,8 +103,6 @@ class _CrossEntropy(torch.autograd.Function):
         tokens, here = logits_TV.shape
         row_T = targets_T - first
         is_here_T = (row_T >= 0) & (row_T < here)
-        if valid_T is not None:
-            is_here_T &= valid_T
         row_T = row_T.where(is_here_T, 0)
         # Of each token: log of the sum of exponentials, logit of the target, sum of logits.
         parts_T3 = logits_TV.new_zeros(tokens, 3, dtype=internal)
