@@ -143,7 +143,7 @@ def test_r060_inner_features_may_be_split_and_the_parts_added_up(probs_on: Probs
         y_RD = part(rows_RD, probs_R, offsets_E)
         total += y_RD.detach()
         for grad, more in zip(grads, torch.autograd.grad(y_RD, [rows_RD, probs_R], grad_RD), strict=True):
-            grad += more
+            grad.add_(more)
     torch.testing.assert_close(total, expected.detach())
     for grad, other in zip(grads, torch.autograd.grad(expected, [rows_RD, probs_R], grad_RD), strict=True):
         torch.testing.assert_close(grad, other)

@@ -215,6 +215,19 @@ def test_what_torch_refuses_to_start_is_no_failure_of_the_group():
     assert on_gloo(on_rank, 2) == [2.0, 2.0], "and the group still works"
 
 
+@both
+def test_an_all_reduce_in_place_needs_contiguous_memory(run):
+    """Backends reduce memory as it lies, and would add up elements that do not belong together."""
+
+    def on_rank(rank, group):
+        for x in (torch.ones(2, 3).t(), torch.ones(4)[::2]):
+            with pytest.raises(MoeParallelError, match=r"all_reduce in group .* needs contiguous memory"):
+                all_reduce(x, group)
+        return all_reduce(torch.ones(1), group).wait().item()
+
+    assert set(run(on_rank)) == {float(RANKS)}, "and the group still works"
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("name", STARTS)
 def test_what_failed_stays_failed(name):

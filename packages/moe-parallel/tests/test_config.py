@@ -9,14 +9,16 @@ import pytest
 
 import moe_parallel
 from moe_parallel import ParallelConfig, Problem
-from moe_parallel.config import CpKind
+from moe_parallel.config import CpKind, ScheduleName
 from moe_parallel.context.rules import KINDS
+from moe_parallel.pipeline.schedules.table import SCHEDULES
 
 
 def test_configuration_and_layout_do_not_import_torch():
     code = (
         "import sys, moe_parallel.config, moe_parallel.layout, moe_parallel.problem, moe_parallel.sharding\n"
         "import moe_parallel.__main__, moe_parallel.groups, moe_parallel.pipeline.schedule, moe_parallel.plan\n"
+        "import moe_parallel.pipeline.balance, moe_parallel.pipeline.formulas, moe_parallel.pipeline.show\n"
         "heavy = {'torch', 'numpy'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
@@ -29,6 +31,9 @@ def test_the_config_is_frozen_and_keyword_only():
         "tp": 1,
         "cp": 1,
         "pp": 1,
+        "vpp": 1,
+        "pipeline": None,
+        "schedule": "auto",
         "ep": 4,
         "etp": 1,
         "sequence_parallel": True,
@@ -59,6 +64,7 @@ def test_a_neighbourhood_is_of_hierarchical_context_parallelism_alone(kind):
 
 def test_the_kinds_of_the_configuration_are_those_that_there_are():
     assert get_args(CpKind) == KINDS
+    assert get_args(ScheduleName) == ("auto", *SCHEDULES)
 
 
 def test_every_public_name_can_be_reached():

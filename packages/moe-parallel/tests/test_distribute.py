@@ -151,6 +151,46 @@ def test_without_storage_only_the_part_comes_into_being(layout):
     assert model.head.weight is model.embedding.weight
 
 
+def drop(model, *names):
+    """What a rank of a pipeline does with the modules of other stages."""
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, None)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_modules_that_are_not_kept_get_no_storage(rank):
+    layout = ParallelLayout(world=2, tp=2)
+    with without_storage():
+        model = Model()
+    dropped = [model.embedding.weight, model.layers[0].experts]
+    whole = shard_specs(Model(), PLAN.parameters)
+
+    def keep():
+        assert all(parameter.is_meta for parameter in model.parameters()), "before anything gets storage"
+        assert not isinstance(model.embedding, nn.Embedding), "after the modules were matched"
+        drop(model, "embedding", "head")
+        model.layers[0] = nn.Identity()
+
+    specs = apply_plan(model, PLAN, Places(layout, rank), keep=keep)
+    assert specs == whole, "what the parameters of the whole model are, on every rank"
+    left = dict(model.named_parameters())
+    assert left.keys() == {name for name in specs if name.startswith("layers.1.")}
+    for name, parameter in left.items():
+        assert (parameter.device.type, tuple(parameter.shape)) == (
+            "cpu",
+            local_box(specs[name], Places(layout, rank)).shape,
+        )
+    assert all(parameter.is_meta for parameter in dropped)
+
+
+def test_a_tied_parameter_keeps_its_first_name():
+    """A stage without the embedding has the head alone, under another name than the whole model's."""
+    model = Model()
+    with pytest.raises(MoeParallelError, match=r"has the names of the whole, but these are new: head\.weight; of a"):
+        apply_plan(model, PLAN, Places(ParallelLayout(world=2, tp=2), 0), keep=lambda: drop(model, "embedding"))
+
+
 def test_devices():
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
     buffers = dict(model.named_buffers())

@@ -66,6 +66,22 @@ def indices(box):
 
 
 @pytest.mark.dist
+def test_a_parameter_of_several_stages_counts_on_the_first_that_holds_it():
+    """On two of four stages, and on two ranks of tp that split it; a norm of both stages is whole on them as well."""
+    layout = ParallelLayout(world=8, tp=2, pp=4)
+    split = ShardSpec(name="embedding", shape=(4, 2), placements=(("tp", 0),), grad_sum_axes=("pp_embedding",))
+    whole = ShardSpec(name="norm", shape=(2,), grad_sum_axes=("pp_embedding",))
+
+    def on_rank(mesh):
+        return counts_here(split, mesh), counts_here(whole, mesh)
+
+    found = run_distributed(layout, on_rank, shared={"pp_embedding": (1, 3)})
+    holders = {rank: found[rank] for rank in (2, 3, 6, 7)}  # stages 1 and 3
+    assert holders == {2: (True, True), 3: (True, False), 6: (False, False), 7: (False, False)}
+    assert gradient_axes(split) == ("cp", "dp", "pp_embedding")
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, inf])
 def test_r057_one_norm_over_sharded_and_replicated_parameters(order):
     """Against the norm of the whole gradients, on eight ranks where all degrees differ."""

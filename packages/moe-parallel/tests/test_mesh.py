@@ -282,3 +282,96 @@ def test_a_world_of_one_has_no_groups():
         assert (mesh.size("world"), mesh.rank("world"), mesh.size("ep"), mesh.rank("ep")) == (1, 0, 1, 0)
 
     run_distributed(ParallelLayout(world=1), on_rank)
+
+
+# Members of the axes of each rank, by hand; who holds nothing is alone. Ranks of one pipeline are `world / pp` apart.
+SHARED = [
+    (
+        {"world": 4, "pp": 4},
+        {"pp_embedding": (0, 3)},
+        {
+            0: {"pp_embedding": (0, 3)},
+            1: {"pp_embedding": (1,)},
+            2: {"pp_embedding": (2,)},
+            3: {"pp_embedding": (0, 3)},
+        },
+    ),
+    (
+        {"world": 4, "pp": 4},
+        {"pp_embedding": (2, 0), "pp_head": (1, 3)},
+        {
+            0: {"pp_embedding": (0, 2), "pp_head": (0,)},
+            1: {"pp_embedding": (1,), "pp_head": (1, 3)},
+            2: {"pp_embedding": (0, 2), "pp_head": (2,)},
+            3: {"pp_embedding": (3,), "pp_head": (1, 3)},
+        },
+    ),
+    (
+        {"world": 4, "pp": 2, "tp": 2},
+        {"pp_embedding": (1,), "pp_head": (0, 1)},
+        {
+            0: {"pp_embedding": (0,), "pp_head": (0, 2)},
+            1: {"pp_embedding": (1,), "pp_head": (1, 3)},
+            2: {"pp_embedding": (2,), "pp_head": (0, 2)},
+            3: {"pp_embedding": (3,), "pp_head": (1, 3)},
+        },
+    ),
+    (
+        {"world": 6, "pp": 3},  # dp 2
+        {"pp_embedding": (0, 1, 2), "pp_head": (2,)},
+        {rank: {"pp_embedding": (rank % 2, rank % 2 + 2, rank % 2 + 4), "pp_head": (rank,)} for rank in range(6)},
+    ),
+]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("degrees", "shared", "members"), SHARED)
+def test_ranks_of_a_pipeline_that_hold_one_parameter(degrees, shared, members):
+    """Also those that hold none make a group: torch counts groups, and members must have counted the same."""
+
+    def on_rank(mesh):
+        rank = mesh.rank("world")
+        for axis, ranks in members[rank].items():
+            assert (mesh.size(axis), mesh.rank(axis)) == (len(ranks), ranks.index(rank))
+            group = mesh.group(axis)
+            assert (group is None) == (len(ranks) == 1)
+            if group is not None:
+                assert axis in group.group_desc
+                bits = all_reduce(torch.tensor([1 << rank]), group).wait().item()
+                assert bits == sum(1 << member for member in ranks)
+        # Groups that are made later find each other.
+        again = FoldedMesh(mesh.layout, timeout_s=10)
+        assert all_reduce(torch.ones(1), again.group("pp")).wait().item() == mesh.size("pp")
+
+    run_distributed(ParallelLayout(**degrees), on_rank, shared=shared, timeout_s=10)
+
+
+def test_without_holders_a_shared_axis_is_one_rank():
+    with fake_world(rank=1, world=4):
+        mesh = FoldedMesh(ParallelLayout(world=4, pp=4), timeout_s=1)
+        assert (mesh.size("pp_head"), mesh.rank("pp_head"), mesh.group("pp_head")) == (1, 0, None)
+
+
+def test_messages_back_have_a_group_of_their_own():
+    with fake_world(rank=1, world=8):
+        mesh = FoldedMesh(ParallelLayout(world=8, pp=4), timeout_s=1)
+        there, back = mesh.group("pp"), mesh.group("pp_back")
+        assert there is not back
+        assert dist.get_process_group_ranks(there) == dist.get_process_group_ranks(back) == [1, 3, 5, 7]
+        assert (mesh.size("pp_back"), mesh.rank("pp_back")) == (mesh.size("pp"), mesh.rank("pp")) == (4, 0)
+        assert (there.group_desc, back.group_desc) == ("pp", "pp_back")
+    with fake_world(rank=1, world=8):
+        mesh = FoldedMesh(ParallelLayout(world=8), timeout_s=1)
+        assert (mesh.size("pp_back"), mesh.group("pp_back")) == (1, None)
+
+
+@pytest.mark.parametrize("shared", [{"pp": (0, 1)}, {"pp_embedding": (0, 2)}, {"pp_head": (-1, 0)}, {"embedding": ()}])
+def test_shared_axes_that_are_none(shared):
+    (axis,) = shared
+    with (
+        fake_world(rank=0, world=4),
+        pytest.raises(
+            MoeParallelError, match=rf"the shared axis {axis} has the places .*; axes are pp_embedding, pp_h"
+        ),
+    ):
+        FoldedMesh(ParallelLayout(world=4, pp=2), timeout_s=1, shared=shared)

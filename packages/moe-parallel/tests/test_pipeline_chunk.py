@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from moe_parallel import MoeParallelError
 from moe_parallel.pipeline.chunk import Segment, SegmentedChunk
+from moe_parallel.pipeline.weight_work import WeightWork
 
 # Shape suffixes: B rows, S tokens of a row, D features, V vocabulary.
 VOCABULARY, FEATURES = 11, 6
@@ -86,11 +87,11 @@ def test_gradients_are_those_of_one_backward(microbatches):
     want = expected(model, microbatches)
     chunk = SegmentedChunk(model.segments(), lambda number: microbatches[number])
     for number in (0, 1, 2):
-        chunk.forward(number)
+        chunk.forward(number, None)
     for number in (1, 0, 2):
-        chunk.backward(number, ignore)
-    chunk.forward(3)
-    chunk.backward(3, ignore)
+        chunk.backward(number, None, ignore)
+    chunk.forward(3, None)
+    chunk.backward(3, None, ignore)
     for name, gradient in gradients(model).items():
         # The two uses of the embedding, and the microbatches, are added up in another order.
         torch.testing.assert_close(gradient, want[name], rtol=1e-13, atol=1e-14)
@@ -101,8 +102,8 @@ def test_without_a_shared_parameter_one_microbatch_is_equal_bit_for_bit(microbat
     model.head = lambda x_BSD, context: x_BSD @ torch.ones(FEATURES, VOCABULARY, dtype=torch.float64).cumsum(0)
     want = expected(model, microbatches[:1])
     chunk = SegmentedChunk(model.segments(), lambda number: microbatches[number])
-    chunk.forward(0)
-    chunk.backward(0, ignore)
+    chunk.forward(0, None)
+    chunk.backward(0, None, ignore)
     assert all(torch.equal(gradient, want[name]) for name, gradient in gradients(model).items())
 
 
@@ -110,7 +111,7 @@ def test_reports_come_layer_by_layer_from_the_back_when_gradients_are_complete(m
     model = Tied()
     want = expected(model, microbatches[:1])
     chunk = SegmentedChunk(model.segments(), lambda number: microbatches[number])
-    chunk.forward(0)
+    chunk.forward(0, None)
     reports = []
 
     def report(names):
@@ -122,7 +123,7 @@ def test_reports_come_layer_by_layer_from_the_back_when_gradients_are_complete(m
             elif name != "embedding":  # the head has added its part by now
                 assert gradient is None, f"{name} is not reported before its backward"
 
-    chunk.backward(0, report)
+    chunk.backward(0, None, report)
     assert [names for names in reports if names] == [
         ("layers.2.weight", "layers.2.bias"),
         ("layers.1.weight", "layers.1.bias"),
@@ -163,14 +164,14 @@ def test_what_was_kept_is_freed_as_backward_proceeds():
         return [key for key, reference in held.items() if reference() is not None]
 
     chunk = SegmentedChunk([segment(n) for n in range(4)], lambda number: (torch.randn(2), number))
-    chunk.forward(0)
-    chunk.forward(1)
+    chunk.forward(0, None)
+    chunk.forward(1, None)
     assert len(alive()) == 8
     seen = []
-    chunk.backward(0, lambda names: seen.append((*names, [n for microbatch, n in alive() if microbatch == 0])))
+    chunk.backward(0, None, lambda names: seen.append((*names, [n for microbatch, n in alive() if microbatch == 0])))
     assert seen == [("3", [0, 1, 2]), ("2", [0, 1]), ("1", [0]), ("0", [])]
     assert alive() == [(1, n) for n in range(4)], "the other microbatch is in flight"
-    chunk.backward(1, ignore)
+    chunk.backward(1, None, ignore)
     assert alive() == []
 
 
@@ -187,10 +188,10 @@ def test_activations_are_freed_as_backward_proceeds():
     chunk = SegmentedChunk(
         [*segments, Segment("end", (), lambda x, context: x.sum())], lambda n: (torch.randn(8), None)
     )
-    chunk.forward(0)
+    chunk.forward(0, None)
     assert all(reference() is not None for reference in storages)
     seen = []
-    chunk.backward(0, lambda names: seen.append([reference() is not None for reference in storages]))
+    chunk.backward(0, None, lambda names: seen.append([reference() is not None for reference in storages]))
     # A segment's output is also what the next one starts from, so it goes with the earlier of the two.
     assert seen == [[True, True, True], [True, True, False], [True, False, False], [False, False, False]]
 
@@ -205,8 +206,8 @@ def test_parameters_that_are_not_trained(frozen, microbatches):
     chunk = SegmentedChunk(model.segments(), lambda number: microbatches[number])
     reported = []
     for number in range(len(microbatches)):
-        chunk.forward(number)
-        chunk.backward(number, reported.extend)
+        chunk.forward(number, None)
+        chunk.backward(number, None, reported.extend)
     for name, gradient in gradients(model).items():
         if frozen and name.startswith(frozen):
             assert gradient is None
@@ -221,8 +222,8 @@ def test_behind_a_detached_value_there_is_no_gradient(microbatches):
     segments = model.segments()
     segments.insert(2, Segment("stop", (), lambda x_BSD, context: x_BSD.detach()))
     chunk = SegmentedChunk(segments, lambda number: microbatches[number])
-    chunk.forward(0)
-    chunk.backward(0, ignore)
+    chunk.forward(0, None)
+    chunk.backward(0, None, ignore)
     assert [name for name, gradient in gradients(model).items() if gradient is None] == [
         "layers.0.weight",
         "layers.0.bias",
@@ -234,4 +235,71 @@ def test_a_chunk_that_does_not_end_in_a_scalar_says_so():
     with pytest.raises(
         MoeParallelError, match=r"the last segment, double, returns the scalar .* not a tensor of shape \[3\]"
     ):
-        chunk.forward(0)
+        chunk.forward(0, None)
+
+
+def test_a_chunk_in_the_middle_takes_and_gives(microbatches):
+    """Cut in three: what one gives is what the next takes, and gradients come back the same way."""
+    model = Tied()
+    model.head = lambda x_BSD, context: x_BSD @ torch.ones(FEATURES, VOCABULARY, dtype=torch.float64).cumsum(0)
+    want = expected(model, microbatches[:1])
+    segments = model.segments()
+    like = torch.empty(2, 5, FEATURES, dtype=torch.float64)
+    first = SegmentedChunk(segments[:2], lambda number: microbatches[number], ends=False)
+    middle = SegmentedChunk(segments[2:4], lambda number: (like, microbatches[number][1]), ends=False)
+    last = SegmentedChunk(segments[4:], lambda number: (like, microbatches[number][1]))
+    x = first.forward(0, None)
+    y = middle.forward(0, x)
+    assert [x.requires_grad, y.requires_grad] == [False, False], "a stage behind has a graph of its own"
+    last.forward(0, y)
+    assert last.blank(0, gradient=True).shape == ()
+    assert middle.blank(0, gradient=True).shape == y.shape
+    gradient = middle.backward(0, last.backward(0, None, ignore), ignore)
+    assert gradient.shape == x.shape
+    assert first.backward(0, gradient, ignore) is None, "tokens have no gradient"
+    assert all(torch.equal(gradient, want[name]) for name, gradient in gradients(model).items())
+
+
+def test_blanks_tell_shape_and_dtype_and_begin_a_microbatch_once(microbatches):
+    begun = []
+
+    def begin(number):
+        begun.append(number)
+        return torch.empty(2, number + 1, dtype=torch.bfloat16), None
+
+    chunk = SegmentedChunk([Segment("double", (), lambda x, context: x.double() * 2)], begin, ends=False)
+    for number in (1, 0, 1):
+        blank = chunk.blank(number, gradient=False)
+        assert (blank.shape, blank.dtype) == ((2, number + 1), torch.bfloat16)
+        assert chunk.blank(number, gradient=True) is None, "not known before the forward"
+    chunk.forward(1, torch.ones(2, 2, dtype=torch.bfloat16))
+    assert begun == [1, 0]
+    assert chunk.blank(1, gradient=True).dtype == torch.float64
+    assert chunk.backward(1, torch.ones(2, 2, dtype=torch.float64), ignore).dtype == torch.bfloat16
+    assert chunk.blank(1, gradient=True) is None
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_a_chunk_without_segments_passes_on(split):
+    like = torch.empty(3)
+    chunk = SegmentedChunk([], lambda number: (like, None), ends=False, weight_work=WeightWork({}))
+    x, gradient = torch.randn(3), torch.randn(3)
+    assert torch.equal(chunk.forward(0, x), x)
+    if split:
+        assert torch.equal(chunk.backward_input(0, gradient, ignore), gradient)
+        chunk.backward_weight(0, ignore)
+    else:
+        assert torch.equal(chunk.backward(0, gradient, ignore), gradient)
+    with pytest.raises(MoeParallelError, match=r"of which there is none, returns the scalar .* not a .* shape \[3\]"):
+        SegmentedChunk([], lambda number: (like, None)).forward(0, x)
+
+
+def test_without_gradients_nothing_is_kept(microbatches):
+    model = Tied()
+    chunk = SegmentedChunk(model.segments()[:-1], lambda number: microbatches[number])
+    with torch.no_grad():
+        logits_BSV = chunk.forward(0, None)
+    assert logits_BSV.shape == (2, 5, VOCABULARY), "and a model may end in something else than a scalar"
+    assert chunk.blank(0, gradient=True) is None
+    with pytest.raises(KeyError):
+        chunk.backward(0, None, ignore)

@@ -30,7 +30,9 @@ def test_one_by_one():
         check_schedule(one_by_one(number), 1)
 
 
-@pytest.mark.parametrize("text", ["F0 F1 B0 F2 B1 B2", "F0 F0.1 B0.1 B0 F1.1 F1 B1 B1.1", "F12 B3.4"])
+@pytest.mark.parametrize(
+    "text", ["F0 I0 W0 F1.1 I1.1 W1.1", "F0 F1 B0 F2 B1 B2", "F0 F0.1 B0.1 B0 F1.1 F1 B1 B1.1", "F12 B3.4"]
+)
 def test_printing_tells_actions_apart(text):
     assert printed(parse(text)) == text
 
@@ -42,6 +44,9 @@ def test_printing_tells_actions_apart(text):
         ("F0 F1 B0 F2 B1 B2", 1),
         ("F1 F0 B0 B1", 1),
         ("F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1", 2),
+        ("F0 I0 W0 F1 I1 W1", 1),
+        ("F0 I0 F1 I1 W1 W0", 1),
+        ("F0 I0 F1 B1 W0", 1),
         ("", 1),
         ("", 0),
     ],
@@ -66,6 +71,17 @@ def test_schedules(text, chunks):
         ("F0 F0.1 B0.1 B0 F1 B1", 2, "lacks F1.1, and the number of microbatches is 2"),
         ("F0 B0 F0.1 B0.1", 1, "has F0.1, but the number of chunks is 1"),
         ("F0 B0", 0, "has F0, but the number of chunks is 0"),
+        ("I0 F0 W0", 1, "has I0 before its forward"),
+        ("F0 W0 I0", 1, "has W0 before the gradient of its input"),
+        ("F0 I0 I0 W0", 1, "has I0 twice"),
+        ("F0 I0 W0 W0", 1, "has W0 twice"),
+        ("F0 I0 W0 F0", 1, "has F0 twice"),
+        ("F0 B0 I0", 1, "has I0 besides another backward"),
+        ("F0 B0 W0", 1, "has W0 besides another backward"),
+        ("F0 I0 B0", 1, "has B0 besides another backward"),
+        ("F0 I0 W0 B0", 1, "has B0 besides another backward"),
+        ("F0 F1 I0 B1", 1, "lacks W0, and the number of microbatches is 2"),
+        ("F0 F0.1 I0.1 W0.1", 2, "lacks B0, and the number of microbatches is 1"),
     ],
 )
 def test_what_is_no_schedule(text, chunks, message):
@@ -80,8 +96,9 @@ def test_numbers_below_zero(action):
         check_schedule([action], 1)
 
 
-def test_every_list_that_lacks_an_action_or_swaps_two_passes_is_refused():
-    actions = parse("F0 F0.1 F1 B0.1 F1.1 B0 B1.1 B1")
+@pytest.mark.parametrize("text", ["F0 F0.1 F1 B0.1 F1.1 B0 B1.1 B1", "F0 F0.1 F1 I0.1 F1.1 W0.1 B0 B1.1 I1 W1"])
+def test_every_list_that_lacks_an_action_or_swaps_two_passes_is_refused(text):
+    actions = parse(text)
     check_schedule(actions, 2)
     for place in range(len(actions)):
         with pytest.raises(MoeParallelError):
@@ -90,9 +107,11 @@ def test_every_list_that_lacks_an_action_or_swaps_two_passes_is_refused():
             check_schedule([*actions[: place + 1], actions[place], *actions[place + 1 :]], 2)
     for _ in range(50):
         shuffled = random.sample(actions, len(actions))
-        legal = all(shuffled.index(Action(F, n, c)) < shuffled.index(Action(B, n, c)) for n in (0, 1) for c in (0, 1))
-        if legal:
+        passes = {
+            (n, c): [a.what for a in shuffled if (a.microbatch, a.chunk) == (n, c)] for n in (0, 1) for c in (0, 1)
+        }
+        if all(found in ([F, B], [F, Pass.INPUT, Pass.WEIGHT]) for found in passes.values()):
             check_schedule(shuffled, 2)
         else:
-            with pytest.raises(MoeParallelError, match="before its forward"):
+            with pytest.raises(MoeParallelError, match=r"before its forward|before the gradient"):
                 check_schedule(shuffled, 2)

@@ -1,11 +1,12 @@
-"""A shift along a ring: who gets what, buffers that are reused, and failures that name the group."""
+"""A shift along a ring and messages between two ranks: who gets what, buffers, and failures that name the group."""
 
 import time
 
 import pytest
 import torch
 
-from moe_parallel import CollectiveError, ParallelLayout, run_distributed, shift
+from moe_parallel import CollectiveError, MoeParallelError, ParallelLayout, run_distributed, shift
+from moe_parallel.point_to_point import receive, send
 
 pytestmark = pytest.mark.dist
 
@@ -72,3 +73,57 @@ def test_a_neighbour_that_does_not_come_is_named_with_the_group():
                 pending.wait()
 
     on_ranks(2, on_rank, timeout_s=1)
+
+
+def test_messages_between_two_ranks_keep_their_order():
+    """Of different sizes, both ways at once, and received into buffers that are there before they are sent."""
+    sizes = [(3, 2), (1,), (0, 4), (1 << 18,), ()]
+
+    def on_rank(group):
+        here, other = group.rank(), 1 - group.rank()
+        coming = [receive(torch.empty(size, dtype=torch.float64), group, other) for size in sizes]
+        leaving = [
+            send(torch.full(size, 10.0 * here + n, dtype=torch.float64), group, other) for n, size in enumerate(sizes)
+        ]
+        for n, pending in reversed(list(enumerate(coming))):
+            assert torch.equal(pending.wait(), torch.full(sizes[n], 10.0 * other + n, dtype=torch.float64))
+        for pending in leaving:
+            pending.wait()
+            assert pending.done()
+
+    on_ranks(2, on_rank)
+
+
+def test_places_are_those_of_the_group():
+    """Ranks 1 and 3 of the world are places 0 and 1 of their pipeline."""
+
+    def on_rank(mesh):
+        group, rank = mesh.group("pp"), mesh.rank("pp")
+        if rank == 0:
+            send(torch.arange(6.0).view(2, 3).t(), group, 1).wait()  # a copy is sent
+            return None
+        return receive(torch.empty(3, 2), group, 0).wait().tolist()
+
+    found = run_distributed(ParallelLayout(world=4, pp=2), on_rank)
+    assert found == [None, None, *[[[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]] * 2]
+
+
+def test_a_sender_that_does_not_come_is_named_with_the_group():
+    def on_rank(group):
+        if group.rank() == 1:
+            time.sleep(1.6)
+            return
+        with pytest.raises(CollectiveError, match=r"rank 0: receive in group cp = .* of ranks 0, 1 failed after 1"):
+            receive(torch.empty(3), group, 1).wait()
+
+    on_ranks(2, on_rank, timeout_s=1)
+
+
+def test_what_cannot_be_received_into():
+    def on_rank(group):
+        with pytest.raises(
+            MoeParallelError, match=r"receive in group cp = .* of ranks 0, 1 is in place and needs contig"
+        ):
+            receive(torch.empty(3, 2).t(), group, 1 - group.rank())
+
+    on_ranks(2, on_rank)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from moe_parallel import ParallelLayout, run_distributed
 from moe_train import loop
 from moe_train.cli import main
+from moe_train.config.checks import mesh_of
 from moe_train.config.load import load_config
 from moe_train.config.toml import to_toml
 from moe_train.errors import MoeTrainError
@@ -30,7 +31,7 @@ BASE = [
 
 
 def train(path, layout, *overrides):
-    degrees = [f"parallel.{axis}={layout.size(axis)}" for axis in ("tp", "cp", "ep", "etp")]
+    degrees = [f"parallel.{axis}={layout.size(axis)}" for axis in ("tp", "cp", "pp", "ep", "etp")]
     settings = [*BASE, "train.steps=4", *degrees, *overrides]
     config = load_config("tiny_moe", [], settings, world=layout.world).config
     run = RunDirectory.create(path, config_toml=to_toml(config), command="", environment={})
@@ -40,7 +41,7 @@ def train(path, layout, *overrides):
             loop.train(config, run, resume=False, groups=mesh)
 
     with short_corpus():
-        run_distributed(layout, on_rank, timeout_s=20)
+        run_distributed(layout, on_rank, timeout_s=20, **mesh_of(config))
     lines = run.metrics.read_text().splitlines()
     loads = [json.loads(line)["counts"] for line in run.expert_load.read_text().splitlines()]
     return [json.loads(line)["loss"] for line in lines if '"loss"' in line], loads
@@ -56,7 +57,13 @@ def recorded(tmp_path_factory):
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "degrees",
-    [{"world": 1}, {"world": 2}, {"world": 4, "ep": 4}, {"world": 4, "tp": 2, "cp": 2, "etp": 2}],
+    [
+        {"world": 1},
+        {"world": 2},
+        {"world": 4, "ep": 4},
+        {"world": 4, "tp": 2, "cp": 2, "etp": 2},
+        {"world": 2, "pp": 2},
+    ],
 )
 def test_r077_another_layout_repeats_the_choices(degrees, recorded, tmp_path):
     path, losses, loads = recorded
@@ -66,9 +73,10 @@ def test_r077_another_layout_repeats_the_choices(degrees, recorded, tmp_path):
 
 
 @pytest.mark.dist
-def test_ranks_that_share_rows_record_what_one_process_records(recorded, tmp_path):
+@pytest.mark.parametrize("degrees", [{"tp": 2, "cp": 2, "ep": 2}, {"pp": 2, "ep": 2}])
+def test_ranks_that_share_rows_or_layers_record_what_one_process_records(degrees, recorded, tmp_path):
     """Once, by sequence of the global order; the loads show that the choices are those of the step."""
-    layout = ParallelLayout(world=4, tp=2, cp=2, ep=2)
+    layout = ParallelLayout(world=4, **degrees)
     _, loads = train(tmp_path / "run", layout, "observe.record_choices=true")
     for step, counts in enumerate(loads, 1):
         files = sorted((tmp_path / "run" / "choices").glob(f"step-{step:08d}-*"))

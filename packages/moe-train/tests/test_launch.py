@@ -137,7 +137,7 @@ def test_mistakes_are_reported_once_before_anything_starts(tmp_path):
     ("arguments", "words"),
     [
         (["--nproc", "0"], "--nproc 0: at least one rank has to run"),
-        (["--nproc", "4", "parallel.tp=2"], "parallel.tp = 2"),
+        (["--nproc", "8", "parallel.tp=8"], "must divide model.num_heads = 4"),
         (["--nproc", "4", "train.global_batch_sequences=3"], "so that some would never have a token"),
         (["parallel.ep=2"], "does not divide the world of 1 ranks"),
     ],

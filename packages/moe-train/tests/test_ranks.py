@@ -12,6 +12,7 @@ from moe_parallel import CollectiveError, MoeParallelError, ParallelLayout, all_
 from moe_train import loop
 from moe_train.assemble import assemble, load_data
 from moe_train.checkpoint.load import CheckpointError, latest_checkpoint, read_index, verify
+from moe_train.config.checks import mesh_of
 from moe_train.config.load import load_config
 from moe_train.config.toml import to_toml
 from moe_train.evaluate import validation_loss
@@ -39,7 +40,7 @@ def layout_of(world, **degrees):
 
 
 def config_for(layout, *overrides, engine="zero1"):
-    degrees = [f"parallel.{axis}={layout.size(axis)}" for axis in ("tp", "cp", "ep", "etp")]
+    degrees = [f"parallel.{axis}={layout.size(axis)}" for axis in ("tp", "cp", "pp", "ep", "etp")]
     settings = [*SMALL, *BASE, *degrees, f"memory.data_parallel={engine}", *overrides]
     return load_config("tiny_moe", [], settings, world=layout.world).config
 
@@ -58,7 +59,7 @@ def train(run, layout, *overrides, engine="zero1", resume=False, before=lambda r
             loop.train(config, run, resume=resume, groups=mesh)
 
     with short_corpus():
-        run_distributed(layout, on_rank, timeout_s=20, limit_s=90)
+        run_distributed(layout, on_rank, timeout_s=20, limit_s=90, **mesh_of(config))
 
 
 def metrics(run):
@@ -97,7 +98,7 @@ def assert_close(found, expected, limit):
         assert error <= limit, (name, float(error))
 
 
-@pytest.mark.parametrize("degrees", [{"ep": 2}, {"tp": 2, "cp": 2, "etp": 2, "ep": 2}])
+@pytest.mark.parametrize("degrees", [{"ep": 2}, {"tp": 2, "cp": 2, "etp": 2, "ep": 2}, {"pp": 2, "ep": 2}])
 def test_a_run_over_four_ranks_writes_what_one_process_writes(degrees, tmp_path, alone):
     layout = layout_of(4, **degrees)
     run = directory(tmp_path / "run", config_for(layout, "memory.compute_dtype=float64"))
@@ -127,6 +128,8 @@ MOVES = {
     "ep2 to fsdp on dp4": (layout_of(2, ep=2), "zero1", layout_of(4), "fsdp"),
     "tp2 cp2 with etp2 to ep4 over tp4": (layout_of(4, tp=2, cp=2, etp=2), "zero1", layout_of(4, tp=4, ep=4), "zero1"),
     "fsdp on tp2 to cp4 with etp4": (layout_of(4, tp=2), "fsdp", layout_of(4, cp=4, etp=4), "fsdp"),
+    "pp2 to tp2 with fsdp": (layout_of(4, pp=2, ep=2), "zero1", layout_of(2, tp=2), "fsdp"),
+    "cp2 to pp2": (layout_of(2, cp=2), "fsdp", layout_of(4, pp=2, tp=2), "zero1"),
     "one rank to tp2": (layout_of(1), "zero1", layout_of(2, tp=2, ep=2), "fsdp"),
 }
 
@@ -146,7 +149,7 @@ def test_r095_r097_r098_r101_a_checkpoint_continues_on_another_layout(move, tmp_
         return [(part.name, part.box, part.tensor.numpy(force=True)) for part in training.engine.state_tensors()]
 
     with short_corpus():
-        for parts in run_distributed(second, on_rank, timeout_s=20):
+        for parts in run_distributed(second, on_rank, timeout_s=20, **mesh_of(config_for(second))):
             for name, box, values in parts:
                 place = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
                 assert torch.equal(torch.from_numpy(values), before[name][place]), name
@@ -154,6 +157,40 @@ def test_r095_r097_r098_r101_a_checkpoint_continues_on_another_layout(move, tmp_
     assert_close(
         whole_state(latest_checkpoint(run.checkpoints)), whole_state(latest_checkpoint(alone.checkpoints)), 1e-8
     )
+
+
+def test_state_moves_between_pipelines_bit_for_bit(tmp_path):
+    """Four stages, one process, two ranks with two stages each, and uneven stages; embeddings are tied."""
+    model = ("model.num_layers=4", "model.tied_embeddings=true", "train.valid_interval_steps=none")
+    moves = [
+        (layout_of(4, pp=4), ()),
+        (layout_of(1), ()),
+        (layout_of(2, pp=2), ("parallel.vpp=2", "parallel.schedule=zero_bubble_v")),
+        (layout_of(2, pp=2), ("parallel.vpp=2", "parallel.pipeline=Et|tt||tL")),
+        (layout_of(4, pp=4), ("parallel.pipeline=Et*2|t|t|L",)),
+    ]
+    (first, how), *others = moves
+    run = directory(tmp_path / "run", config_for(first, *model, *how))
+    train(run, first, *model, *how, "train.steps=2")
+    for layout, how in others:
+        config = config_for(layout, *model, *how)
+        before = whole_state(latest_checkpoint(run.checkpoints))
+
+        def on_rank(mesh, config=config):
+            training = assemble(config, mesh)
+            restore(training, run)
+            return [(part.name, part.box, part.tensor.numpy(force=True)) for part in training.engine.state_tensors()]
+
+        with short_corpus():
+            seen = set()
+            for parts in run_distributed(layout, on_rank, timeout_s=20, **mesh_of(config)):
+                for name, box, values in parts:
+                    place = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+                    assert torch.equal(torch.from_numpy(values), before[name][place]), name
+                    seen.add(name)
+        assert seen == set(before)
+        steps = read_index(latest_checkpoint(run.checkpoints)).state["step"]
+        train(run, layout, *model, *how, f"train.steps={steps + 2}", resume=True)
 
 
 @pytest.mark.parametrize("engine", ["zero1", "fsdp"])

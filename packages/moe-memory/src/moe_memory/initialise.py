@@ -62,7 +62,7 @@ def initialise(
     """Fill every parameter of the model in place; torch's global random state is neither read nor changed.
 
     Args:
-        specs: by global name; names and shapes seed the draws.
+        specs: of the whole model by global name; names and shapes seed the draws.
         rules: (pattern of global names, rule); the first match wins.
         seed: of the run.
         groups: of this rank, which holds `moe_parallel.local_box` of every spec and draws nothing else; None for the
@@ -83,12 +83,13 @@ def initialise(
                 f"the parameter {name} has shape {tuple(parameter.shape)} here; its spec, {specs[name].shape} "
                 f"globally, leaves {boxes[name].shape} to this rank"
             )
-    chosen = _first_matches(parameters, rules)
+    # Of the whole model, of which this rank may hold some layers only.
+    chosen = _first_matches(specs, rules)
     unreached = [pattern for index, (pattern, _) in enumerate(rules) if index not in chosen.values()]
     if unreached:
         raise MoeMemoryError(
             f"the initial-value patterns {', '.join(map(repr, unreached))} reach no parameter; "
-            f"parameters are {', '.join(parameters)}"
+            f"parameters are {', '.join(specs)}"
         )
     for name, parameter in parameters.items():
         _, rule = rules[chosen[name]]

@@ -48,6 +48,10 @@ if TYPE_CHECKING:
     from moe_parallel.layout import ParallelLayout as ParallelLayout
     from moe_parallel.mesh import FoldedMesh as FoldedMesh
     from moe_parallel.pending import Pending as Pending
+    from moe_parallel.pipeline.balance import even_layout as even_layout
+    from moe_parallel.pipeline.layout import PipelineLayout as PipelineLayout
+    from moe_parallel.pipeline.schedules.table import SCHEDULES as SCHEDULES, Schedule as Schedule
+    from moe_parallel.pipeline.simulate import Durations as Durations, simulate as simulate
     from moe_parallel.plan import PlanRule as PlanRule, local_box as local_box, shard_specs as shard_specs
     from moe_parallel.point_to_point import shift as shift
     from moe_parallel.problem import Problem as Problem
@@ -101,6 +105,8 @@ _MODULE_OF = {
     "ContextSplit": "sequence",
     "counts_here": "gradients",
     "document_numbers": "context.balance",
+    "Durations": "pipeline.simulate",
+    "even_layout": "pipeline.balance",
     "FoldedMesh": "mesh",
     "gather_json": "world",
     "gather_rows": "tensor",
@@ -124,6 +130,7 @@ _MODULE_OF = {
     "ParameterKind": "sharding",
     "Pending": "pending",
     "per_document": "context.balance",
+    "PipelineLayout": "pipeline.layout",
     "Place": "world",
     "PlanRule": "plan",
     "Problem": "problem",
@@ -134,12 +141,15 @@ _MODULE_OF = {
     "RingAttention": "context.ring",
     "run_distributed": "forked",
     "run_steps": "steps",
+    "Schedule": "pipeline.schedules.table",
+    "SCHEDULES": "pipeline.schedules.table",
     "select_slots": "context.balance",
     "SequenceInfo": "sequence",
     "shard_specs": "plan",
     "ShardSpec": "sharding",
     "SharedPieces": "styles",
     "shift": "point_to_point",
+    "simulate": "pipeline.simulate",
     "split_context": "context.balance",
     "split_rows": "tensor",
     "SplitVocabulary": "styles",

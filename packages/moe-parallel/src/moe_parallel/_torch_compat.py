@@ -99,6 +99,12 @@ def file_store(path: Path, world: int) -> Any:
     return import_module("torch.distributed").FileStore(str(path), world)
 
 
+def viewed(x: Tensor) -> Tensor:
+    """The tensor of which `x` is a view, however many views lie between; `x` itself where it is none."""
+    base: Tensor | None = x._base
+    return x if base is None else base
+
+
 def _threaded() -> Any:
     return import_module("torch.testing._internal.distributed.multi_threaded_pg")
 

@@ -53,7 +53,13 @@ def lost_peers(doing: str, ranks: Sequence[int], seconds: float, error: Exceptio
 
 
 def all_reduce(x: Tensor, group: ProcessGroup, op: Literal["sum", "max", "min"] = "sum") -> Pending[Tensor]:
-    """Reduce over the group, in place; every rank ends with the same bits."""
+    """Reduce over the group, in place; every rank ends with the same bits.
+
+    Raises:
+        MoeParallelError: `x` is not contiguous: backends reduce memory, and ranks may lay it out differently.
+    """
+    if not x.is_contiguous():
+        raise MoeParallelError(f"all_reduce in {describe_group(group)} is in place and needs contiguous memory")
     operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
     return start("all_reduce", group, x, lambda: dist.all_reduce(x, operation, group=group, async_op=True))
 

@@ -5,6 +5,9 @@ from typing import Any, ClassVar, Literal
 
 from moe_parallel.problem import Problem
 
+ScheduleName = Literal[
+    "auto", "gpipe", "one_f_one_b", "interleaved", "zero_bubble", "interleaved_zero_bubble", "zero_bubble_v"
+]
 CpKind = Literal["ring", "all_to_all", "gather", "hierarchical"]
 
 
@@ -15,7 +18,11 @@ class ParallelConfig:
     Attributes:
         tp: ranks that share one dense layer's features.
         cp: ranks that share one sequence.
-        pp: pipeline stages; the only degree that the dense and the expert view have in common.
+        pp: ranks of a pipeline; the only degree that the dense and the expert view have in common.
+        vpp: consecutive pieces of the model on each of them (virtual stages).
+        pipeline: which layers each stage holds, as `Et*3|(tt|)*29m|L` (`PipelineLayout`); none shares them out evenly.
+        schedule: in which order a rank of the pipeline works (`SCHEDULES`); `auto` is `one_f_one_b`, and with vpp > 1
+            `interleaved`.
         ep: ranks over which the experts of a layer are spread.
         etp: ranks that share one expert's features; independent of `tp`.
         sequence_parallel: ranks of `tp` share the tokens between attention and feed-forward parts (arXiv 2205.05198),
@@ -32,6 +39,9 @@ class ParallelConfig:
     tp: int = 1
     cp: int = 1
     pp: int = 1
+    vpp: int = 1
+    pipeline: str | None = None
+    schedule: ScheduleName = "auto"
     ep: int = 1
     etp: int = 1
     sequence_parallel: bool = True

@@ -1,6 +1,6 @@
 """Apply a plan to a plain model: every rank keeps its part of the parameters, and modules get their edges."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -44,24 +44,44 @@ class ParallelPlan:
 
 
 def apply_plan(
-    model: nn.Module, plan: ParallelPlan, groups: Groups, *, device: torch.device | None = None
+    model: nn.Module,
+    plan: ParallelPlan,
+    groups: Groups,
+    *,
+    device: torch.device | None = None,
+    keep: Callable[[], None] = lambda: None,
 ) -> dict[str, ShardSpec]:
-    """Turn a model with whole parameters into this rank's part of it, in place; returns the specs by global name.
+    """Turn a model with whole parameters into this rank's part of it, in place; returns the specs by global name, of
+    all parameters of the whole model.
 
     Parameters without storage (`without_storage`) get uninitialised storage for the part alone, so that the whole never
     exists; others keep the values of their part.
 
     Args:
         device: of the parameters and buffers afterwards; None leaves those with storage where they are.
+        keep: drops the modules that this rank has no part in, such as other stages of a pipeline; called when patterns
+            have been matched, and before anything gets storage.
 
     Raises:
         MoeParallelError: a pattern that matches nothing, a dim that cannot be split, a style that takes the place of a
-            module with a boundary or changes the names of parameters, or a buffer without storage, whose value nobody
-            knows.
+            module with a boundary, a style or `keep` that changes the names of parameters, or a buffer without storage,
+            whose value nobody knows.
     """
     specs = shard_specs(model, plan.parameters)
-    boxes = {name: local_box(spec, groups) for name, spec in specs.items()}
     _apply_styles(model, plan.modules, groups)
+    other = dict(model.named_parameters()).keys() ^ specs.keys()
+    if other:
+        raise MoeParallelError(
+            f"styles keep the names of parameters, but these have come or gone: {', '.join(sorted(other))}"
+        )
+    keep()
+    other = dict(model.named_parameters()).keys() - specs.keys()
+    if other:
+        raise MoeParallelError(
+            f"what is kept of a model has the names of the whole, but these are new: {', '.join(sorted(other))}; of a "
+            "parameter with several names the first one counts"
+        )
+    boxes = {name: local_box(specs[name], groups) for name, _ in model.named_parameters()}
     _cut(model, boxes, device)
     _move_buffers(model, device)
     return specs
@@ -116,9 +136,6 @@ def _apply_styles(model: nn.Module, rules: Sequence[ModuleRule], groups: Groups)
 
 
 def _cut(model: nn.Module, boxes: dict[str, Box], device: torch.device | None) -> None:
-    if dict(model.named_parameters()).keys() != boxes.keys():
-        other = sorted(dict(model.named_parameters()).keys() ^ boxes.keys())
-        raise MoeParallelError(f"styles keep the names of parameters, but these have come or gone: {', '.join(other)}")
     kept: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         kept[parameter] = _part(parameter, boxes[name], device)

@@ -41,7 +41,7 @@ def run_distributed(
     *,
     timeout_s: float = 30,
     limit_s: float = 120,
-    cp_inner: int = 1,
+    **mesh: Any,
 ) -> list[T]:
     """Run `fn(mesh)` in one forked process per rank, over gloo, with one thread each; returns the results by rank.
 
@@ -50,7 +50,7 @@ def run_distributed(
     Args:
         timeout_s: of every collective.
         limit_s: of the whole run.
-        cp_inner: of the mesh.
+        mesh: further arguments of `FoldedMesh`.
 
     Raises:
         Exception: what the first failing rank raised, with a note that names the rank.
@@ -68,7 +68,7 @@ def run_distributed(
         try:
             for rank in range(layout.world):
                 receiver, sender = context.Pipe(duplex=False)
-                arguments = (rank, layout, fn, Path(folder) / "store", timeout_s, cp_inner, sender)
+                arguments = (rank, layout, fn, Path(folder) / "store", timeout_s, mesh, sender)
                 processes.append(context.Process(target=_work, args=arguments, name=f"rank {rank}", daemon=True))
                 processes[rank].start()
                 sender.close()
@@ -87,7 +87,7 @@ def _work(
     fn: Callable[[FoldedMesh], Any],
     file: Path,
     timeout_s: float,
-    cp_inner: int,
+    mesh: dict[str, Any],
     pipe: Connection,
 ) -> None:
     torch.set_num_threads(1)
@@ -97,7 +97,10 @@ def _work(
     store.set_timeout(timeout)
     try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.world, timeout=timeout)
-        answer = ("result", fn(FoldedMesh(layout, timeout_s=timeout_s, cp_inner=cp_inner)))
+        groups = FoldedMesh(layout, timeout_s=timeout_s, **mesh)
+        # A rank that is done with a short function must not go while others still connect to it.
+        dist.barrier()
+        answer = ("result", fn(groups))
     except BaseException as error:  # what test runners raise is no Exception; nothing may be lost in a process
         explain(error, store, rank=rank, world=layout.world)
         error.add_note(f"raised on {layout.words_for(rank)}")

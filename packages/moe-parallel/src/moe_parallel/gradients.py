@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_parallel.collectives import all_reduce
 from moe_parallel.groups import Groups
-from moe_parallel.sharding import REPLICA_AXES, SPLIT_AXES, ParameterKind, ShardSpec
+from moe_parallel.sharding import REPLICA_AXES, ParameterKind, ShardSpec
 
 
 def replica_axes(kind: ParameterKind) -> tuple[str, ...]:
@@ -29,12 +29,11 @@ def gradient_axes(spec: ShardSpec) -> tuple[str, ...]:
 def counts_here(spec: ShardSpec, groups: Groups) -> bool:
     """Whether this rank counts its part of a parameter in a sum over the world.
 
-    Ranks that hold the same part because it is not split over an axis that could split it, such as a norm on all ranks
-    of `tp`, leave it to the first of them. Which of the replicas (`replica_axes`) counts is for the data-parallel
-    engine to say, which may cut the part further.
+    Ranks that hold the same part (`ShardSpec.copy_axes`), such as a norm on all ranks of `tp`, leave it to the first of
+    them. Which of the replicas (`replica_axes`) counts is for the data-parallel engine to say, which may cut the part
+    further.
     """
-    split = {axis for axis, _ in spec.placements}
-    return all(groups.rank(axis) == 0 for axis in SPLIT_AXES[spec.kind] if axis not in split)
+    return all(groups.rank(axis) == 0 for axis in spec.copy_axes)
 
 
 def reduce_norm_parts(parts: Mapping[str, Tensor], order: float, groups: Groups) -> Tensor:

@@ -10,12 +10,16 @@ from torch.distributed import ProcessGroup
 from moe_parallel.collectives import describe_members, lost_peers
 from moe_parallel.errors import MoeParallelError
 from moe_parallel.layout import ParallelLayout
+from moe_parallel.sharding import SHARED_AXES
 
 # Axes that share activations, and axes that share gradients. Where two of a row span the same ranks they share one
 # process group. The rows do not share: on NCCL a group is one queue, and a gradient reduction that runs under the
 # backward must not hold up the tokens that the next layer waits for.
 ACTIVATION_AXES = (("tp",), ("cp",), ("tp", "cp"), ("pp",), ("ep",), ("etp",), ("etp", "ep"))
 GRADIENT_AXES = (("dp",), ("cp", "dp"), ("tp", "cp", "dp"), ("edp",))
+
+# Of a pipeline the messages back, which must not wait behind those there.
+BACK_AXES = ("pp_back",)
 
 # The two axes into which hierarchical attention cuts `cp`, the first varying faster.
 CONTEXT_AXES = ("cp_inner", "cp_outer")
@@ -33,16 +37,30 @@ class FoldedMesh:
         timeout_s: after so long without its peers a collective of these groups fails; the default group (`world`) has
             the time that it was initialised with.
         cp_inner: consecutive ranks of `cp` that are on the axis `cp_inner`; `cp_outer` has the others. A divisor of cp.
+        shared: further axes (`SHARED_AXES`), each of some ranks of `pp`, by their places there.
 
     Raises:
         MoeParallelError: the layout is illegal or of another world, or torch.distributed is not initialised.
         CollectiveError: a member of a group died or did not come in time.
     """
 
-    def __init__(self, layout: ParallelLayout, *, timeout_s: float, cp_inner: int = 1) -> None:
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        *,
+        timeout_s: float,
+        cp_inner: int = 1,
+        shared: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
         layout.check()
         if cp_inner < 1 or layout.cp % cp_inner:
             raise MoeParallelError(f"cp_inner = {cp_inner} does not divide cp = {layout.cp}")
+        for axis, places in (shared or {}).items():
+            if axis not in SHARED_AXES or not set(places) <= set(range(layout.pp)):
+                raise MoeParallelError(
+                    f"the shared axis {axis} has the places {', '.join(map(str, places))}; axes are "
+                    f"{', '.join(SHARED_AXES)}, and places in the pipeline 0 to {layout.pp - 1}"
+                )
         if not dist.is_initialized():
             raise MoeParallelError("torch.distributed is not initialised, so there are no ranks to make groups of")
         if dist.get_world_size() != layout.world:
@@ -52,12 +70,18 @@ class FoldedMesh:
         self.layout = layout
         self.timeout_s = timeout_s
         self.cp_inner = cp_inner
+        self._shared = dict(shared or {})
         self._rank = dist.get_rank()
         self._members_of: dict[tuple[str, ...], tuple[int, ...]] = {}
         self._groups: dict[frozenset[str], ProcessGroup] = {}
         context_axes = [(axis,) for axis in CONTEXT_AXES] if cp_inner > 1 else []
-        for row in ((*ACTIVATION_AXES, *context_axes), GRADIENT_AXES):
+        for row in ((*ACTIVATION_AXES, *context_axes), GRADIENT_AXES, (BACK_AXES,)):
             self._groups |= self._make(row)
+        for axis in self._shared:
+            # Also who is alone on it makes a group, since all must have made as many before the next.
+            group = self._new_group(axis, self._members((axis,)))
+            if group.size() > 1:
+                self._groups[frozenset([axis])] = group
 
     def size(self, *axes: str) -> int:
         return self.layout.world if axes == ("world",) else len(self._members(axes))
@@ -84,11 +108,20 @@ class FoldedMesh:
 
     def _members(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         if axes not in self._members_of:
-            self._members_of[axes] = self._context_members(axes) or self.layout.group_of(self._rank, *axes)
+            self._members_of[axes] = self._other_members(axes) or self.layout.group_of(self._rank, *axes)
         return self._members_of[axes]
 
-    def _context_members(self, axes: tuple[str, ...]) -> tuple[int, ...] | None:
-        if len(axes) != 1 or axes[0] not in CONTEXT_AXES:
+    def _other_members(self, axes: tuple[str, ...]) -> tuple[int, ...] | None:
+        """Members of the axes that are no axes of the layout."""
+        if len(axes) != 1:
+            return None
+        if axes == ("pp_back",):
+            return self.layout.group_of(self._rank, "pp")
+        if axes[0] in SHARED_AXES:
+            ranks = self.layout.group_of(self._rank, "pp")
+            members = tuple(ranks[place] for place in sorted(set(self._shared.get(axes[0], ()))))
+            return members if self._rank in members else (self._rank,)
+        if axes[0] not in CONTEXT_AXES:
             return None
         ranks = self.layout.group_of(self._rank, "cp")
         outer, inner = divmod(ranks.index(self._rank), self.cp_inner)

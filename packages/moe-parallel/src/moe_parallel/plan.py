@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from moe_parallel.errors import MoeParallelError
 from moe_parallel.groups import Groups
-from moe_parallel.sharding import SPLIT_AXES, Box, ParameterKind, ShardSpec
+from moe_parallel.sharding import SHARED_AXES, SPLIT_AXES, Box, ParameterKind, ShardSpec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,7 +34,9 @@ class PlanRule:
     def __post_init__(self) -> None:
         legal = SPLIT_AXES[self.kind]
         axes = [*(axis for axis, _ in self.placements), *self.grad_sum_axes]
-        if not set(axes) <= set(legal) or len(set(axes)) < len(axes):
+        summable = {*legal, *SHARED_AXES} if self.kind is ParameterKind.DENSE else {*legal}
+        fits = {axis for axis, _ in self.placements} <= set(legal) and set(self.grad_sum_axes) <= summable
+        if not fits or len(set(axes)) < len(axes):
             raise MoeParallelError(
                 f"the plan rule for {self.pattern} names the axes {', '.join(axes)}; {self.kind.value} parameters are "
                 f"split, or their gradients summed, over each of {', '.join(legal)} at most once"

@@ -1,4 +1,4 @@
-"""Point-to-point exchange along a ring of ranks."""
+"""Messages between two ranks, and an exchange along a ring of ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_parallel.collectives import start
+from moe_parallel.collectives import describe_group, start
+from moe_parallel.errors import MoeParallelError
 from moe_parallel.pending import Pending
 
 
@@ -37,6 +38,37 @@ def shift(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Pending[
             raise dist.DistNetworkError(str(error)) from error
 
     return start("shift", group, received, issue)
+
+
+def send(x: Tensor, group: ProcessGroup, to: int) -> Pending[Tensor]:
+    """Send `x` to a place of the group, which receives it with `receive`; messages between two ranks keep their order.
+
+    Args:
+        to: place in the group.
+
+    Raises:
+        CollectiveError: the receiver died, or did not come in time, which only the wait notices.
+    """
+    x = x.contiguous()
+    return start("send", group, x, lambda: _issued(dist.isend, x, group, to))
+
+
+def receive(out: Tensor, group: ProcessGroup, source: int) -> Pending[Tensor]:
+    """Receive into `out` what a place of the group sends next; as `send`.
+
+    Raises:
+        MoeParallelError: `out` is not contiguous.
+    """
+    if not out.is_contiguous():
+        raise MoeParallelError(f"receive in {describe_group(group)} is in place and needs contiguous memory")
+    return start("receive", group, out, lambda: _issued(dist.irecv, out, group, source))
+
+
+def _issued(operation: Any, x: Tensor, group: ProcessGroup, place: int) -> Any:
+    try:
+        return operation(x, dist.get_global_rank(group, place), group=group)
+    except RuntimeError as error:  # how gloo says at once that the connection is gone
+        raise dist.DistNetworkError(str(error)) from error
 
 
 class _All:

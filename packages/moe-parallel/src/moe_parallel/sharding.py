@@ -15,6 +15,9 @@ class ParameterKind(Enum):
 
 # Axes over which a parameter may be split, and those over which it is replicated while its gradient is summed.
 SPLIT_AXES = {ParameterKind.DENSE: ("tp",), ParameterKind.EXPERT: ("etp", "ep")}
+# Ranks of a pipeline whose stages hold one parameter: where a model uses the embedding, or the output projection, in
+# several stages. Each of them sees other uses of it, so that gradients are summed over these axes.
+SHARED_AXES = ("pp_embedding", "pp_head")
 REPLICA_AXES = {ParameterKind.DENSE: ("cp", "dp"), ParameterKind.EXPERT: ("edp",)}
 
 
@@ -56,3 +59,10 @@ class ShardSpec:
     placements: tuple[tuple[str, int], ...] = ()
     grad_sum_axes: tuple[str, ...] = ()
     uneven: bool = False
+
+    @property
+    def copy_axes(self) -> tuple[str, ...]:
+        """Axes over which ranks hold the same part of the parameter, besides those of replicas."""
+        split = {axis for axis, _ in self.placements}
+        shared = (axis for axis in SHARED_AXES if axis in self.grad_sum_axes)
+        return (*(axis for axis in SPLIT_AXES[self.kind] if axis not in split), *shared)

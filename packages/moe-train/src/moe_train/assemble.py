@@ -1,6 +1,9 @@
 """From configuration to a training that can run: every choice of backend is made here, in one visible order."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
 from typing import cast
 
 import torch
@@ -25,6 +28,8 @@ from moe_parallel import (
     vocabulary_cross_entropy,
     without_storage,
 )
+from moe_parallel.pipeline.layout import PipelineLayout
+from moe_parallel.pipeline.schedules.table import Schedule
 from moe_parallel.plan import part_of
 from moe_train.allocator import keep_freed_memory
 from moe_train.config.tree import TrainConfig
@@ -37,6 +42,7 @@ from moe_train.data.tokens import TokenSplit
 from moe_train.errors import MoeTrainError
 from moe_train.models.flops import ModelCosts
 from moe_train.models.spec import CausalModel, CrossEntropy, ModelParts
+from moe_train.models.stages import schedule_of
 from moe_train.plugins import MODELS
 
 
@@ -63,6 +69,9 @@ class Training:
 
     Attributes:
         groups: where this rank stands and with whom it communicates.
+        stages: of the pipeline.
+        schedule: in which order a rank of it works.
+        router_names: of all layers with a router, in the order of their statistics.
         share: which sequences of a batch this rank works on.
         tokens: which tokens of them.
         model: its parameters belong to the engine.
@@ -74,6 +83,9 @@ class Training:
     config: TrainConfig
     device: torch.device
     groups: Groups
+    stages: PipelineLayout
+    schedule: Schedule
+    router_names: tuple[str, ...]
     share: Share
     tokens: TokenSplit
     data: Data
@@ -122,24 +134,41 @@ def assemble(config: TrainConfig, groups: Groups | None = None, data: Data | Non
     with without_storage():
         model = family.build(config.model, data.tokenizer.vocab_size, parts)
     assert isinstance(model, nn.Module)
-    specs = apply_plan(model, family.plan(config.model, config.parallel), groups, device=device)
+    stages = family.stages(config.model, config.parallel)
+    router_names = tuple(router.name for router in model.routers())
+    keep = partial(model.keep, stages.on_rank(groups.rank("pp")))
+    specs = apply_plan(model, family.plan(config.model, config.parallel), groups, device=device, keep=keep)
     initialise(model, specs, family.init_rules(config.model), config.train.seed, groups)
-    engine = build_engine(
-        config.memory, config.optim, groups, compute_dtype=dtype, keep_internal=family.internal_parameters
-    )
+    check_patterns(family.internal_parameters, specs)
+    here = [name for name, _ in model.named_parameters()]
+    keep_internal = [p for p in family.internal_parameters if any(fnmatchcase(name, p) for name in here)]
+    engine = build_engine(config.memory, config.optim, groups, compute_dtype=dtype, keep_internal=keep_internal)
     return Training(
         config=config,
         device=device,
         groups=groups,
+        stages=stages,
+        schedule=schedule_of(config.parallel),
+        router_names=router_names,
         share=Share(rank=groups.rank("dp"), ranks=groups.size("dp"), unit=config.train.balance_sequences),
         tokens=TokenSplit(groups),
         data=data,
         cross_entropy=parts.cross_entropy,
-        model=cast(CausalModel, engine.wrap(model, specs)),
+        model=cast(CausalModel, engine.wrap(model, {name: specs[name] for name in here})),
         engine=engine,
         dtype=internal_dtype(dtype),
         costs=family.costs(config.model, data.tokenizer.vocab_size),
     )
+
+
+def check_patterns(patterns: Sequence[str], names: Iterable[str]) -> None:
+    """Raises:
+    MoeTrainError: a pattern of the family that no parameter of the whole model has.
+    """
+    names = list(names)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise MoeTrainError(f"the pattern {pattern!r} of parameters in the internal dtype matches no parameter")
 
 
 def attention_core(parallel: ParallelConfig, groups: Groups) -> AttentionCore:

@@ -4,7 +4,7 @@ import torch
 
 from moe_parallel import all_reduce
 from moe_train.assemble import Training
-from moe_train.step import microbatch_loss
+from moe_train.chunks import microbatch_logits
 
 
 @torch.no_grad()
@@ -23,9 +23,14 @@ def validation_loss(training: Training, sequences: int) -> float:
         size = training.share.ranks * training.config.train.microbatch_sequences
         batch = source.next_batch(training.share, at_most=min(size, remaining))
         remaining -= min(size, remaining)
-        loss_T, mask_T = microbatch_loss(training, batch)
-        totals += torch.stack([loss_T.sum(dtype=torch.float64), mask_T.sum()]).cpu()
-    group = training.groups.group("cp", "dp")
+        here, logits_TV = microbatch_logits(training, batch)
+        if logits_TV is None:
+            continue
+        mask_T = here.target_mask_BS.flatten()
+        loss_T = training.cross_entropy(logits_TV, here.target_BS.flatten(), mask_T)
+        if training.groups.rank("tp") == 0:  # all ranks of `tp` have the losses of the same targets
+            totals += torch.stack([loss_T.sum(dtype=torch.float64), mask_T.sum()]).cpu()
+    group = training.groups.group("world")
     if group is not None:
         all_reduce(totals, group).wait()
     loss, targets = totals.tolist()

@@ -1,12 +1,12 @@
 """A sample of text from the model, so that a person can see what it learned."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from moe_parallel import all_gather, all_reduce
+from moe_parallel import all_reduce
 from moe_parallel.plan import part_of
 from moe_train.assemble import Training
+from moe_train.chunks import microbatch_logits
 from moe_train.data.batch import Batch, document_numbers
 
 
@@ -35,18 +35,14 @@ def generate_text(training: Training, prompt: str, num_tokens: int, *, temperatu
 
 def _last_logits(training: Training, batch: Batch) -> Tensor:
     """Logits [V] of the last slot of a batch of one row, on every rank."""
-    groups, last = training.groups, batch.token_BS.shape[1] - 1
-    whole = training.tokens.padded(batch).to(training.device)
-    part = training.tokens.of(whole)
-    here = whole.each(part.rows)
-    logits_SV = training.model(here.token_BS, here.sequence_info(part.context), None).logits_BSV[0]
-    # One rank of `cp` has the slot, and each of `tp` has a part of its logits.
-    is_last_S = part.held(torch.arange(whole.token_BS.shape[1], device=training.device) == last)
-    logits_V = logits_SV[is_last_S].sum(0)
-    if (context := groups.group("cp")) is not None:
-        all_reduce(logits_V, context).wait()
-    if (tensor := groups.group("tp")) is not None:
-        vocab_size = training.data.tokenizer.vocab_size
-        size, _ = part_of(vocab_size, groups.size("tp"), 1)
-        logits_V = all_gather(F.pad(logits_V, (0, size - len(logits_V))), tensor).wait()[:vocab_size]
+    groups, vocab_size, last = training.groups, training.data.tokenizer.vocab_size, batch.token_BS.shape[1] - 1
+    here, logits_TV = microbatch_logits(training, batch)
+    # One stage has logits, of it one rank of `cp` has the slot, and each of `tp` has a part of its logits.
+    start, stop = part_of(vocab_size, groups.size("tp"), groups.rank("tp"))
+    logits_V = torch.zeros(vocab_size, dtype=training.dtype, device=training.device)
+    if logits_TV is not None:
+        logits_V[start:stop] = logits_TV[here.token_index_BS.flatten() == last].sum(0)
+    for axes in (("tp", "cp"), ("pp",)):
+        if (group := groups.group(*axes)) is not None:
+            all_reduce(logits_V, group).wait()
     return logits_V

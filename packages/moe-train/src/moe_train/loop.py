@@ -132,8 +132,8 @@ def _advance(training: Training, progress: Progress, result: StepResult) -> None
     progress.tokens += result.scale.num_tokens
     if result.skipped:
         progress.skipped_in_a_row += 1
-        routers = training.model.routers()
-        bad = [router.name for router, rows in zip(routers, result.statistics.bad_rows.tolist(), strict=True) if rows]
+        rows = result.statistics.bad_rows.tolist()
+        bad = [name for name, count in zip(training.router_names, rows, strict=True) if count]
         logger.warning(
             "step %d skipped: loss %s, gradient norm %s%s",
             progress.step,

@@ -40,7 +40,7 @@ class Progress:
     def start(cls, training: Training) -> "Progress":
         """Before the first step: a balanced load stands in for the previous step's."""
         model = training.config.model
-        shape = (len(training.model.routers()), model.num_experts)
+        shape = (len(training.router_names), model.num_experts)
         counts = torch.full(shape, model.router.top_k, dtype=torch.int64, device=training.device)
         window = LoadWindow(counts_LE=counts, num_tokens=model.num_experts)
         return cls(step=0, updates=0, skipped_in_a_row=0, tokens=0, window=window)

@@ -3,12 +3,10 @@
 Shape legend: L layers, E experts.
 """
 
-import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import reduce
+from dataclasses import dataclass
+from itertools import islice
 from math import isfinite
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +14,10 @@ from torch import Tensor
 from moe_memory.data_parallel.norm import clip_factor
 from moe_memory.optim.schedule import learning_rate
 from moe_parallel import reduce_norm_parts
-from moe_parallel.pipeline.chunk import Segment, SegmentedChunk
 from moe_parallel.pipeline.runtime import run_actions
-from moe_parallel.pipeline.schedule import one_by_one
 from moe_train.assemble import Training
 from moe_train.choices import StepChoices
+from moe_train.chunks import build_chunks, messages_of
 from moe_train.data.batch import Batch
 from moe_train.models.statistics import RouterStatistics
 from moe_train.scale import LoadWindow, MicrobatchScale, StepScale
@@ -49,26 +46,6 @@ class StepResult:
     losses: Mapping[str, float]
 
 
-def microbatch_loss(training: Training, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Of each target that this rank has in a forward outside training: its cross-entropy, zero where it does not count,
-    and whether it does. Collective over the ranks that share the rows."""
-    whole = training.tokens.padded(batch).to(training.device)
-    part = training.tokens.of(whole)
-    here = whole.each(part.rows)
-    logits_BSV = training.model(here.token_BS, here.sequence_info(part.context), None).logits_BSV
-    mask_T = here.target_mask_BS.flatten()
-    return training.cross_entropy(logits_BSV.flatten(0, 1), here.target_BS.flatten(), mask_T), mask_T
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Microbatch:
-    """What the segments of one execution microbatch share: this rank's tokens, their weights, the model's context."""
-
-    batch: Batch
-    scale: MicrobatchScale
-    model: Any
-
-
 def forward_backward(
     training: Training, batch: Batch, scale: StepScale, window: LoadWindow | None, choices: StepChoices | None = None
 ) -> tuple[dict[str, Tensor], RouterStatistics]:
@@ -78,36 +55,33 @@ def forward_backward(
 
     Microbatches go through the layers as the schedule says; gradients are reported to the engine layer by layer.
     """
-    losses: list[dict[str, Tensor]] = []
-    statistics: list[RouterStatistics] = []
     microbatches = batch.microbatches(training.config.train.microbatch_sequences)
 
-    def begin(index: int) -> tuple[Tensor, _Microbatch]:
+    def weights(index: int, whole: Batch) -> MicrobatchScale:
         repeated = None if choices is None else choices.of(microbatches[index])
-        whole = training.tokens.padded(microbatches[index]).to(training.device)
-        part = training.tokens.of(whole)
-        weights = scale.microbatch(whole, training.dtype, window, repeated).of(part)
-        here = whole.each(part.rows)
-        context = training.model.context(here.sequence_info(part.context), weights)
-        return here.token_BS, _Microbatch(batch=here, scale=weights, model=context)
+        return scale.microbatch(whole, training.dtype, window, repeated)
 
-    def inside(segment: Segment[Any]) -> Segment[_Microbatch]:
-        return replace(segment, run=lambda x, microbatch: segment.run(x, microbatch.model))
-
-    def loss(logits_TV: Tensor, microbatch: _Microbatch) -> Tensor:
-        target_BS, mask_BS = microbatch.batch.target_BS, microbatch.batch.target_mask_BS
-        loss_T = training.cross_entropy(logits_TV, target_BS.flatten(), mask_BS.flatten())
-        part = (loss_T * microbatch.scale.target_weight_T).sum()
-        losses.append({"loss": part.detach(), **microbatch.model.losses})
-        statistics.append(RouterStatistics.stack(microbatch.model.statistics))
-        return part
-
-    segments = [*map(inside, training.model.segments()), Segment("loss", (), loss)]
-    run_actions(one_by_one(len(microbatches)), [SegmentedChunk(segments, begin)], training.engine.grads_ready)
+    chunks = build_chunks(training, microbatches, weights)
+    schedule, groups = training.schedule, training.groups
+    vpp = training.stages.vpp
+    actions = schedule.order(groups.size("pp"), groups.rank("pp"), len(microbatches), vpp)
+    run_actions(actions, [chunk.passes for chunk in chunks], training.engine.grads_ready, messages_of(training))
     training.engine.finish()
-    # In the order of the microbatches, whatever the schedule was.
-    total = {name: reduce(operator.add, [part[name] for part in losses]) for name in losses[0]}
-    return total, reduce(operator.add, statistics)
+    statistics = RouterStatistics.nothing(
+        len(training.router_names), training.config.model.num_experts, training.dtype, training.device
+    )
+    names = ["loss", *(["mtp"] if training.model.depths else [])]
+    losses = {name: torch.zeros((), dtype=training.dtype, device=training.device) for name in names}
+    routers = iter(training.model.routers())
+    for chunk in chunks:
+        # In the order of the microbatches, whatever the schedule was.
+        rows = [router.row for router in islice(routers, len(chunk.statistics[0]))]
+        row_L = torch.tensor(rows, dtype=torch.int64, device=training.device)
+        for number in range(len(microbatches)):
+            statistics.add_(row_L, chunk.statistics[number])
+            for name, value in chunk.losses[number].items():
+                losses[name] += value
+    return losses, statistics
 
 
 def run_step(
@@ -153,8 +127,8 @@ def run_step(
     else:
         limit = config.optim.max_grad_norm
         training.engine.step(rate, 1.0 if limit is None else clip_factor(norm, limit))
-        for router, counts_E in zip(training.model.routers(), statistics.counts, strict=True):
-            router.update_bias(counts_E)
+        for router in training.model.routers():
+            router.update_bias(statistics.counts[router.row])
     return StepResult(
         loss=loss_value,
         gradient_norm=norm_value,

@@ -38,7 +38,7 @@ SMALL = (
     "observe.sample_tokens=3",
 )
 # The standard models: what most features of the families are in, at the sizes of SMALL.
-SMALL_QWEN3 = (*SMALL, "model.num_experts=8", "model.expert_features=12")
+SMALL_QWEN3 = (*SMALL, "model.num_layers=3", "model.num_experts=8", "model.expert_features=12")
 SMALL_DEEPSEEK = (
     *SMALL,
     "model.num_layers=3",

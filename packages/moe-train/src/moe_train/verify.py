@@ -16,14 +16,16 @@ import torch
 
 from moe_memory.data_parallel import StateTensor
 from moe_parallel import FoldedMesh, ParallelConfig, ParallelLayout, run_distributed
-from moe_parallel.config import CpKind
+from moe_parallel.config import CpKind, ScheduleName
 from moe_parallel.testing import legal_layouts
 from moe_train.assemble import Data, assemble, load_data
+from moe_train.config.checks import mesh_of
 from moe_train.config.tree import TrainConfig
 from moe_train.data.batch import Batch
 from moe_train.data.tokenizer import ByteTokenizer
 from moe_train.errors import MoeTrainError
 from moe_train.models.bias import bias_tensors
+from moe_train.models.stages import schedule_of
 from moe_train.plugins import MODELS
 from moe_train.scale import LoadWindow
 from moe_train.step import run_step
@@ -37,9 +39,18 @@ _LIMIT_S = 1200.0
 
 Engine = Literal["zero1", "fsdp"]
 ENGINES: tuple[Engine, ...] = ("zero1", "fsdp")
-AXES = ("tp", "cp", "dp", "etp", "ep", "edp")
+AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
 
-_STRIDE = 5
+_STRIDE = 7
+# Schedules of a pipeline and chunks of a rank.
+_ORDERS: tuple[tuple[ScheduleName, int], ...] = (
+    ("one_f_one_b", 1),
+    ("interleaved", 2),
+    ("gpipe", 1),
+    ("zero_bubble", 1),
+    ("interleaved_zero_bubble", 2),
+    ("zero_bubble_v", 2),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +72,9 @@ class Case:
     @property
     def layout(self) -> ParallelLayout:
         degrees = self.parallel
-        return ParallelLayout(world=self.world, tp=degrees.tp, cp=degrees.cp, ep=degrees.ep, etp=degrees.etp)
+        return ParallelLayout(
+            world=self.world, tp=degrees.tp, cp=degrees.cp, pp=degrees.pp, ep=degrees.ep, etp=degrees.etp
+        )
 
     @property
     def choices(self) -> dict[str, int | str]:
@@ -71,6 +84,8 @@ class Case:
             found["sequence"] = "split" if self.parallel.sequence_parallel else "whole"
         if self.parallel.cp > 1:
             found["cp_kind"] = self.parallel.cp_kind
+        if self.parallel.pp > 1 or self.parallel.vpp > 1:
+            found |= {"schedule": self.parallel.schedule, "vpp": self.parallel.vpp}
         return {**found, "engine": self.engine, "microbatch": self.microbatch_sequences}
 
     def __str__(self) -> str:
@@ -112,15 +127,16 @@ def cases(config: TrainConfig, world: int) -> list[Case]:
         MoeTrainError: there is none.
     """
     found: list[Case] = []
-    places: Counter[tuple[int, int]] = Counter()
+    places: Counter[tuple[int, int, int]] = Counter()
     for layout in legal_layouts(world):
-        if layout.pp > 1 or layout.problems(num_experts=config.model.num_experts):
+        if layout.problems(num_experts=config.model.num_experts):
             continue
         ways = list(_ways(config, layout))
         if not ways:
             continue
-        place = places[layout.tp, layout.cp]
-        places[layout.tp, layout.cp] += 1
+        dense = layout.tp, layout.cp, layout.pp
+        place = places[dense]
+        places[dense] += 1
         # A stride without a common divisor with any number of ways, so that neighbours differ in all they can.
         engine, parallel = ways[place * _STRIDE % len(ways)]
         share = -(-config.train.global_batch_sequences // layout.dp)
@@ -138,14 +154,24 @@ def _ways(config: TrainConfig, layout: ParallelLayout) -> Iterator[tuple[Engine,
     """All that is legal beside the degrees."""
     family = MODELS.get(config.model.kind)
     kinds: tuple[CpKind, ...] = get_args(CpKind) if layout.cp > 1 else ("ring",)
-    for engine, split, kind in product(ENGINES, (True, False) if layout.tp > 1 else (True,), kinds):
+    splits = (True, False) if layout.tp > 1 else (True,)
+    orders = _ORDERS if layout.pp > 1 else _ORDERS[:1]
+    for engine, split, kind, (schedule, vpp) in product(ENGINES, splits, kinds, orders):
         parallel = replace(
             config.parallel,
-            **{axis: layout.size(axis) for axis in ("tp", "cp", "ep", "etp")},
+            tp=layout.tp,
+            cp=layout.cp,
+            pp=layout.pp,
+            ep=layout.ep,
+            etp=layout.etp,
             sequence_parallel=split,
             cp_kind=kind,
             cp_inner=2 if kind == "hierarchical" else 1,
+            schedule=schedule,
+            vpp=vpp,
         )
+        if engine == "fsdp" and schedule_of(parallel).splits_backward:
+            continue
         if not family.problems(config.model, ByteTokenizer().vocab_size, parallel) and not parallel.problems():
             yield engine, parallel
 
@@ -222,9 +248,7 @@ def _run(config: TrainConfig, case: Case, data: Data, steps: int, timeout_s: flo
     def on_rank(mesh: FoldedMesh) -> tuple[list[float], list[_Part], list[_Part]]:
         return _train(config, mesh, data, steps)
 
-    ranks = run_distributed(
-        case.layout, on_rank, timeout_s=timeout_s, limit_s=_LIMIT_S, cp_inner=case.parallel.cp_inner
-    )
+    ranks = run_distributed(case.layout, on_rank, timeout_s=timeout_s, limit_s=_LIMIT_S, **mesh_of(config))
     losses = ranks[0][0]
     if any(other[0] != losses for other in ranks):
         raise MoeTrainError(f"{case}: ranks disagree on the loss: {[other[0] for other in ranks]}")

@@ -14,7 +14,6 @@ from moe_kernels import internal_dtype
 from moe_memory._torch_compat import write_count
 from moe_memory.data_parallel.sections import BucketLayout, owned, shard_box
 from moe_parallel import Box, Groups, ParameterKind, Pending, ShardSpec, all_gather, counts_here, reduce_scatter
-from moe_parallel.sharding import SPLIT_AXES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,8 +41,7 @@ class BucketKey:
 
     @classmethod
     def of(cls, spec: ShardSpec, groups: Groups, *, decayed: bool, compute_dtype: torch.dtype) -> "BucketKey":
-        split = dict(spec.placements)
-        copy_axes = tuple(axis for axis in SPLIT_AXES[spec.kind] if axis not in split and groups.size(axis) > 1)
+        copy_axes = tuple(axis for axis in spec.copy_axes if groups.size(axis) > 1)
         return cls(
             kind=spec.kind,
             decayed=decayed,

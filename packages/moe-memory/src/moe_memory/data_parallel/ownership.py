@@ -7,7 +7,6 @@ from torch import nn
 
 from moe_memory.errors import MoeMemoryError
 from moe_parallel import Groups, ShardSpec, local_box
-from moe_parallel.sharding import SPLIT_AXES
 
 
 def check_parameters(
@@ -34,7 +33,7 @@ def check_parameters(
             )
         if not parameter.requires_grad:
             raise MoeMemoryError(f"the parameter {name} requires no gradient; engines train every parameter")
-        alike = [axis for axis in SPLIT_AXES[spec.kind] if axis not in dict(spec.placements)]
+        alike = spec.copy_axes
         wrong = [axis for axis in spec.grad_sum_axes if axis not in alike]
         if wrong:
             raise MoeMemoryError(

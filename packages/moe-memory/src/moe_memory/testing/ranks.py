@@ -25,7 +25,6 @@ from moe_memory.testing.reference import CONFIG, KEEP_INTERNAL, PlainLoop, step_
 from moe_memory.testing.session import Part, Session, assembled, copied, overwrite
 from moe_memory.testing.verdict import absolute_values, near, refused, require, same_tables
 from moe_parallel import AxisGroups, Box, Groups, ParallelLayout, local_box, reduce_norm_parts, run_distributed
-from moe_parallel.sharding import SPLIT_AXES
 from moe_parallel.testing import count_collectives
 
 _Weights = dict[str, npt.NDArray[Any]]
@@ -308,8 +307,7 @@ def _gradient_terms(layout: ParallelLayout, num_experts: int, microbatches: Sequ
         for token_N in microbatches:
             for name, gradient in PlainLoop(model, CONFIG).gradients([token_N]).items():
                 spec = model.specs[name]
-                partial = {axis for axis, _ in spec.placements}.union(spec.grad_sum_axes)
-                if any(place.rank(axis) for axis in SPLIT_AXES[spec.kind] if axis not in partial):
+                if any(place.rank(axis) for axis in spec.copy_axes if axis not in spec.grad_sum_axes):
                     continue  # the same as on another rank
                 term = torch.zeros(spec.shape, dtype=gradient.dtype)
                 term[index_of(local_box(spec, place))] = gradient

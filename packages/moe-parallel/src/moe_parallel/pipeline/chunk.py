@@ -1,13 +1,16 @@
 """`PipelineChunk`: consecutive layers of a rank, and the passes that can be made through them."""
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from moe_parallel.errors import MoeParallelError
+from moe_parallel.pipeline.weight_work import WeightWork
 
 C = TypeVar("C")
 
@@ -17,15 +20,30 @@ Report = Callable[[Collection[str]], None]
 class PipelineChunk(Protocol):
     """What the runtime executes. Microbatches are numbered from 0 within a step."""
 
-    def forward(self, microbatch: int) -> None:
-        """Run the layers and keep what the backward needs."""
+    def blank(self, microbatch: int, gradient: bool) -> Tensor | None:
+        """A tensor of the shape, dtype and device of the input, or of the gradient of the output; its values mean
+        nothing. None if that is not known before another pass."""
 
-    def backward(self, microbatch: int, report: Report) -> None:
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
+        """Run the layers and keep what the backward needs; x is None where the model begins. Returns the output,
+        detached, for the stage behind."""
+
+    def backward(self, microbatch: int, gradient: Tensor | None, report: Report) -> Tensor | None:
         """Run the backward of a forward that was made, last layer first, and forget it.
 
-        `report` is called with the global names of parameters as soon as this pass will add nothing more to their
-        gradients; over the whole pass with every parameter of the chunk once.
+        Args:
+            gradient: of the output; None where the model ends, with the scalar to differentiate.
+            report: called with the global names of parameters as soon as this pass will add nothing more to their
+                gradients; over the whole pass with every parameter of the chunk once.
+
+        Returns the gradient of the input, None where the model begins.
         """
+
+    def backward_input(self, microbatch: int, gradient: Tensor | None, report: Report) -> Tensor | None:
+        """The part of `backward` for which the stage before waits; reports the parameters that it completes."""
+
+    def backward_weight(self, microbatch: int, report: Report) -> None:
+        """The rest of `backward`, after `backward_input`; reports the other parameters."""
 
 
 @dataclass(frozen=True)
@@ -67,40 +85,103 @@ class SegmentedChunk(Generic[C]):
     """A chunk of segments; the graph is cut between them, so that each backward ends before the next begins.
 
     Gradients are those of one backward over all segments. What was kept for a segment is freed before the report of its
-    parameters.
+    parameters. A chunk without segments passes on what it gets.
 
     Args:
-        segments: in forward order; the last one returns the scalar to differentiate.
-        begin: microbatch to (first input, context); called once per forward.
+        segments: in forward order; of the last chunk of a model the last one returns the scalar to differentiate.
+        begin: microbatch to (first input, context); called once per forward. Where the model does not begin here, the
+            input is one to tell shape, dtype and device from.
+        ends: the model ends here.
+        weight_work: keeps the gradients of weights for the pass of their own, where passes are split.
     """
 
-    def __init__(self, segments: Sequence[Segment[C]], begin: Callable[[int], tuple[Tensor, C]]) -> None:
+    def __init__(
+        self,
+        segments: Sequence[Segment[C]],
+        begin: Callable[[int], tuple[Tensor, C]],
+        *,
+        ends: bool = True,
+        weight_work: WeightWork | None = None,
+    ) -> None:
         self._segments = tuple(segments)
         self._begin = begin
+        self._ends = ends
+        self._weight_work = weight_work
+        self._begun: dict[int, tuple[Tensor, C]] = {}
         self._kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._outputs: dict[int, Tensor] = {}
 
-    def forward(self, microbatch: int) -> None:
-        x, context = self._begin(microbatch)
+    def blank(self, microbatch: int, gradient: bool) -> Tensor | None:
+        if gradient:
+            return self._outputs.get(microbatch)
+        if microbatch not in self._begun:
+            self._begun[microbatch] = self._begin(microbatch)
+        return self._begun[microbatch][0]
+
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
+        if microbatch not in self._begun:
+            self._begun[microbatch] = self._begin(microbatch)
+        first, context = self._begun.pop(microbatch)
+        y = first if x is None else x
         kept = self._kept[microbatch] = []
-        for segment in self._segments:
-            x = x.detach().requires_grad_(x.is_floating_point())
-            y = segment.run(x, context)
-            kept.append((x, y))
-            x = y
-        if x.numel() != 1:
+        with self._collecting():
+            for segment in self._segments:
+                x = y.detach().requires_grad_(y.is_floating_point() and torch.is_grad_enabled())
+                y = segment.run(x, context)
+                kept.append((x, y))
+        if not torch.is_grad_enabled():
+            del self._kept[microbatch]
+        elif self._ends and y.numel() != 1:
+            name = self._segments[-1].name if self._segments else "of which there is none"
             raise MoeParallelError(
-                f"the last segment, {self._segments[-1].name}, returns the scalar to differentiate, not a tensor of "
-                f"shape {list(x.shape)}"
+                f"the last segment, {name}, returns the scalar to differentiate, not a tensor of shape {list(y.shape)}"
             )
+        else:
+            self._outputs[microbatch] = y.detach()
+        return y.detach()
 
-    def backward(self, microbatch: int, report: Report) -> None:
+    def backward(self, microbatch: int, gradient: Tensor | None, report: Report) -> Tensor | None:
+        return self._differentiate(microbatch, gradient, report)
+
+    def backward_input(self, microbatch: int, gradient: Tensor | None, report: Report) -> Tensor | None:
+        assert self._weight_work is not None, "the schedule splits the backward, so there is a place for weight work"
+        with self._weight_work.kept_for(microbatch):
+            dx = self._differentiate(microbatch, gradient, lambda _: None)
+        left = self._weight_work.names(microbatch)
+        self._report(report, lambda name: name not in left)
+        return dx
+
+    def backward_weight(self, microbatch: int, report: Report) -> None:
+        assert self._weight_work is not None, "the schedule splits the backward, so there is a place for weight work"
+        left = self._weight_work.names(microbatch)
+        self._weight_work.do(microbatch)
+        self._report(report, lambda name: name in left)
+
+    def _report(self, report: Report, chosen: Callable[[str], bool]) -> None:
+        for segment in reversed(self._segments):
+            names = [name for name in segment.parameters if chosen(name)]
+            if names:
+                report(names)
+
+    def _differentiate(self, microbatch: int, gradient: Tensor | None, report: Report) -> Tensor | None:
         kept = self._kept.pop(microbatch)
-        gradient: Tensor | None = torch.ones_like(kept[-1][1])
+        output = self._outputs.pop(microbatch)
+        if gradient is None:
+            gradient = torch.ones_like(output)
         for segment in reversed(self._segments):
             x, y = kept.pop()
             # A segment without trained parameters needs no backward, and behind a detached value there is none.
             if gradient is not None and y.requires_grad:
-                torch.autograd.backward(_seed(y, gradient))
+                # A segment that recomputes runs its forward in here. By its edge, since torch hands a backward of
+                # tensors to the mode, which is not active in what it has been handed.
+                root = get_gradient_edge(_seed(y, gradient))
+                with self._collecting():
+                    torch.autograd.backward(root)
+                del root
             gradient = x.grad
             del x, y
             report(segment.parameters)
+        return gradient
+
+    def _collecting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._weight_work is None else self._weight_work.collecting()

@@ -8,6 +8,7 @@ from moe_parallel.layout import ParallelLayout
 from moe_parallel.problem import Problem
 from moe_train.config.tree import TrainConfig
 from moe_train.data.corpus import CORPORA
+from moe_train.models.stages import schedule_of
 from moe_train.plugins import MODELS, SINKS
 
 
@@ -39,15 +40,23 @@ def layout_of(config: TrainConfig, world: int) -> ParallelLayout:
     return ParallelLayout(world=world, tp=degrees.tp, cp=degrees.cp, pp=degrees.pp, ep=degrees.ep, etp=degrees.etp)
 
 
+def mesh_of(config: TrainConfig) -> dict[str, Any]:
+    """Arguments of `FoldedMesh` beside the layout."""
+    family = MODELS.get(config.model.kind)
+    stages = family.stages(config.model, config.parallel)
+    return {"cp_inner": config.parallel.cp_inner, "shared": family.shared(config.model, stages)}
+
+
 def _layout_problems(config: TrainConfig, layout: ParallelLayout) -> list[Problem]:
     from moe_train.data.tokenizer import ByteTokenizer
 
-    found = []
-    if layout.pp > 1:
-        rule = "the model cannot be split along this axis in this release"
-        found.append(Problem(key="parallel.pp", value=layout.pp, rule=rule, legal="1"))
+    found: list[Problem] = []
     family = MODELS.get(config.model.kind)
     found += family.problems(config.model, ByteTokenizer().vocab_size, config.parallel)
+    if config.memory.data_parallel == "fsdp" and schedule_of(config.parallel).splits_backward:
+        rule = "reduces gradients in every backward, and the schedule makes those of weights in a pass of their own"
+        legal = "zero1, or another parallel.schedule"
+        found.append(Problem(key="memory.data_parallel", value="fsdp", rule=rule, legal=legal))
     train = config.train
     units = -(-train.global_batch_sequences // train.balance_sequences)
     if not found and units < layout.dp:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from moe_parallel import AxisGroups, FoldedMesh, Groups, Place, joined
 from moe_train.assemble import choose_device
-from moe_train.config.checks import layout_of
+from moe_train.config.checks import layout_of, mesh_of
 from moe_train.config.tree import TrainConfig
 
 
@@ -22,7 +22,7 @@ def rank_groups(config: TrainConfig) -> Iterator[Groups]:
     layout, timeout_s = layout_of(config, place.world), config.parallel.timeout_s
     try:
         with joined(place, device=choose_device(config.train.device), timeout_s=timeout_s):
-            yield FoldedMesh(layout, timeout_s=timeout_s, cp_inner=config.parallel.cp_inner)
+            yield FoldedMesh(layout, timeout_s=timeout_s, **mesh_of(config))
     except Exception as error:
         error.add_note(f"on {layout.words_for(place.rank)}")
         _record(error)

@@ -4,7 +4,7 @@ Shape legend: B sequences, S slots, T = B*S tokens, D model, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -17,10 +17,12 @@ from moe_kernels.rope import rope_tables
 from moe_memory.recompute import ActivationPolicy, run_unit
 from moe_parallel import SequenceInfo
 from moe_parallel.pipeline.chunk import Segment
+from moe_parallel.pipeline.layout import Stage
 from moe_train.models.build import BuildBlock, build_block, build_mtp_layer
 from moe_train.models.config import DecoderConfig
 from moe_train.models.router import Router
 from moe_train.models.spec import ModelParts
+from moe_train.models.stages import has_norm, needs_embedding, needs_head
 from moe_train.models.statistics import RouterStatistics
 from moe_train.scale import MicrobatchScale
 
@@ -59,13 +61,18 @@ class DecoderContext:
 class Head(nn.Module):
     """The output projection; the weight is [V, D], or where there is none that of the embedding."""
 
+    weight: nn.Parameter | None
+
     def __init__(self, model_features: int, vocab_size: int, *, tied: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, model_features, dtype=dtype))
+        weight_VD = None if tied else nn.Parameter(torch.empty(vocab_size, model_features, dtype=dtype))
+        self.register_parameter("weight", weight_VD)
 
-    def forward(self, x_TD: Tensor, embedding_VD: Tensor) -> Tensor:
-        """Logits [T, V]."""
-        return F.linear(x_TD, embedding_VD if self.weight is None else self.weight)
+    def forward(self, x_TD: Tensor, embedding_VD: Tensor | None) -> Tensor:
+        """Logits [T, V]; the embedding is needed where there is no weight."""
+        weight_VD = embedding_VD if self.weight is None else self.weight
+        assert weight_VD is not None
+        return F.linear(x_TD, weight_VD)
 
 
 class Decoder(nn.Module):
@@ -99,7 +106,29 @@ class Decoder(nn.Module):
     @property
     def depths(self) -> int:
         """Tokens that are predicted beyond the next one."""
-        return len(self.mtp)
+        return self.config.mtp_layers
+
+    @property
+    def features(self) -> int:
+        """Features of a token between two stages of a pipeline."""
+        return self.config.model_features
+
+    def keep(self, stages: Sequence[Stage]) -> None:
+        """Drop what these stages of a pipeline do not need; names stay those of the whole model."""
+        layers = {layer for stage in stages for layer in stage.layers}
+        depths = {depth for stage in stages for depth in stage.mtp_depths}
+        for modules, kept in ((self.layers, layers), (self.mtp, depths)):
+            for name in [name for name, _ in modules.named_children() if int(name) not in kept]:
+                delattr(modules, name)
+        if not any(map(needs_head, stages)):
+            del self.head
+        elif self.head.weight is None and not any(stage.has_embedding or stage.mtp_depths for stage in stages):
+            # No token is looked up here, so that the table is read by another module than its own.
+            self.head.weight = self.embedding.get_parameter("weight")
+        if not any(needs_embedding(self.config, stage) for stage in stages):
+            del self.embedding
+        if not any(has_norm(self.config, stage) for stage in stages):
+            del self.norm
 
     def routers(self) -> Sequence[Router]:
         """Of all layers that have one, in the order of their statistics in training."""
@@ -119,8 +148,14 @@ class Decoder(nn.Module):
         rope = rope_tables(info.position_BS, config.rotary_features, config.rope_base, self.dtype, config.yarn)
         return DecoderContext(info=info, scale=scale, rope=rope)
 
-    def segments(self) -> list[Segment[DecoderContext]]:
-        """The forward in pieces: tokens to features, each layer, the norm, each depth of prediction, the logits."""
+    def segments(self, stage: Stage | None = None) -> list[Segment[DecoderContext]]:
+        """The forward in pieces: tokens to features, each layer, the norm, each depth of prediction, the logits.
+
+        Those of one stage of a pipeline, or of the whole model.
+        """
+        stage = stage or Stage(
+            layers=range(self.config.num_layers), mtp_depths=range(self.depths), has_embedding=True, has_loss=True
+        )
 
         def embed(token_BS: Tensor, _: DecoderContext) -> Tensor:
             features_TD: Tensor = self.embedding(token_BS.flatten())
@@ -130,24 +165,27 @@ class Decoder(nn.Module):
             prefixes = tuple(f"{module}." for module in modules)
             return Segment(name, tuple(n for n, _ in self.named_parameters() if n.startswith(prefixes)), run)
 
-        layers = [piece(f"layers.{i}", partial(self._layer, i), f"layers.{i}") for i in range(len(self.layers))]
-        # The output projection belongs to the first segment that uses it.
-        mtp = [
-            piece(f"mtp.{depth}", partial(self._predict, depth), f"mtp.{depth}", *(("head",) if depth == 0 else ()))
-            for depth in range(self.depths)
+        # A parameter that several segments use belongs to the first of them.
+        found = [piece("embedding", embed, "embedding")] if stage.has_embedding else []
+        found += [piece(f"layers.{i}", partial(self._layer, i), f"layers.{i}") for i in stage.layers]
+        if has_norm(self.config, stage):
+            found.append(piece("norm", lambda x_TD, _: self.norm(x_TD), "norm"))
+        found += [
+            piece(f"mtp.{d}", partial(self._predict, d), f"mtp.{d}", "head", "embedding") for d in stage.mtp_depths
         ]
-        return [
-            piece("embedding", embed, "embedding"),
-            *layers,
-            piece("norm", lambda x_TD, _: self.norm(x_TD), "norm"),
-            *mtp,
-            piece("head", lambda x_TD, _: self._head(x_TD), *(() if mtp else ("head",))),
-        ]
+        if stage.has_loss:
+            found.append(piece("head", lambda x_TD, _: self._head(x_TD), "head", "embedding"))
+        seen: set[str] = set()
+        for place, segment in enumerate(found):
+            found[place] = replace(segment, parameters=tuple(n for n in segment.parameters if n not in seen))
+            seen |= set(segment.parameters)
+        return found
 
     def _layer(self, index: int, x_TD: Tensor, context: DecoderContext) -> Tensor:
         scale = None if context.scale is None else context.scale.routing
         arguments = (x_TD, context.info, context.rope, scale)
-        x_TD, statistics = run_unit(self.activations, f"layers.{index}", self.layers[index], *arguments)
+        layer = self.layers.get_submodule(str(index))
+        x_TD, statistics = run_unit(self.activations, f"layers.{index}", layer, *arguments)
         if statistics is not None:
             context.statistics.append(statistics)
         return x_TD
@@ -164,7 +202,8 @@ class Decoder(nn.Module):
         target = context.scale.ahead[depth]
         e_TD = self.embedding(target.ahead.token_BS.flatten())
         arguments = (h_TD, e_TD, context.info, context.rope, context.scale.routing)
-        h_TD, statistics = run_unit(self.activations, f"mtp.{depth}", self.mtp[depth], *arguments)
+        layer = self.mtp.get_submodule(str(depth))
+        h_TD, statistics = run_unit(self.activations, f"mtp.{depth}", layer, *arguments)
         if statistics is not None:
             context.statistics.append(statistics)
         loss_T = self.cross_entropy(
@@ -176,5 +215,5 @@ class Decoder(nn.Module):
         return inject_gradient(y, loss, self.config.mtp_weight)
 
     def _head(self, x_TD: Tensor) -> Tensor:
-        logits_TV: Tensor = self.head(x_TD, self.embedding.weight)
+        logits_TV: Tensor = self.head(x_TD, None if self.head.weight is not None else self.embedding.weight)
         return logits_TV

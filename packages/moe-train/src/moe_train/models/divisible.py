@@ -2,8 +2,11 @@
 
 from moe_parallel.config import ParallelConfig
 from moe_parallel.context.rules import context_problems
+from moe_parallel.pipeline.balance import even_problems
+from moe_parallel.pipeline.layout import layout_problems
 from moe_parallel.problem import Problem
 from moe_train.models.config import DecoderConfig
+from moe_train.models.stages import is_empty, schedule_of, stages_of
 
 
 def decoder_problems(config: DecoderConfig, vocab_size: int, parallel: ParallelConfig) -> list[Problem]:
@@ -33,12 +36,41 @@ def decoder_problems(config: DecoderConfig, vocab_size: int, parallel: ParallelC
         found.append(Problem(key="parallel.tp", value=tp, rule=rule))
     if config.expert_features % etp:
         found.append(_problem("etp", etp, "model.expert_features", config.expert_features))
+    found += _pipeline_problems(config, parallel)
     if not found and parallel.cp > 1:
         heads = config.num_heads // tp
         kv_heads = heads if config.attention == "latent" else max(config.num_kv_heads // tp, 1)
         found += context_problems(
             parallel.cp_kind, cp=parallel.cp, heads=heads, kv_heads=kv_heads, inner=parallel.cp_inner
         )
+    return found
+
+
+def _pipeline_problems(config: DecoderConfig, parallel: ParallelConfig) -> list[Problem]:
+    schedule = schedule_of(parallel)
+    found = schedule.problems(pp=parallel.pp, vpp=parallel.vpp, num_microbatches=1)
+    if found:
+        return found
+    if parallel.pipeline is None:
+        return even_problems(config.num_layers, config.mtp_layers, pp=parallel.pp, vpp=parallel.vpp)
+    found = layout_problems(
+        parallel.pipeline,
+        pp=parallel.pp,
+        placement=schedule.placement,
+        num_layers=config.num_layers,
+        mtp_layers=config.mtp_layers,
+    )
+    if found:
+        return found
+    stages = stages_of(config, parallel)
+    if stages.vpp != parallel.vpp:
+        rule = f"parallel.pipeline has {stages.vpp} stages for each rank"
+        found.append(Problem(key="parallel.vpp", value=parallel.vpp, rule=rule, legal=str(stages.vpp)))
+    idle = [rank for rank in range(parallel.pp) if all(map(is_empty, stages.on_rank(rank)))]
+    if idle:
+        rule = f"leaves nothing to train on rank {idle[0]} of the pipeline"
+        legal = "stages may be empty, all stages of a rank may not"
+        found.append(Problem(key="parallel.pipeline", value=parallel.pipeline, rule=rule, legal=legal))
     return found
 
 

@@ -6,6 +6,7 @@ from moe_train.models.config import DecoderConfig
 from moe_train.models.divisible import decoder_problems
 from moe_train.models.flops import decoder_costs
 from moe_train.models.spec import MODEL_INTERFACE_VERSION, CausalModel, ModelParts, ModelSpec
+from moe_train.models.stages import shared_parameters, stages_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,6 +41,8 @@ DECODER = ModelSpec(
     build=_build,
     init_rules=_init_rules,
     plan=_plan,
+    stages=stages_of,
+    shared=shared_parameters,
     problems=decoder_problems,
     internal_parameters=("*.router.weight",),
     costs=decoder_costs,

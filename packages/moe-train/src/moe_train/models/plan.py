@@ -67,8 +67,9 @@ def decoder_plan(
 
 def _edges(config: DecoderConfig, ways: _Ways, norms: Sequence[str]) -> ParallelPlan:
     """Embedding, norms of the residual stream, multi-token prediction, output projection."""
-    split = partial(PlanRule, placements=(("tp", 0),), uneven=True)
-    names = ["embedding.weight", *([] if config.tied_embeddings else ["head.weight"])]
+    shared = {"embedding.weight": "pp_embedding", "head.weight": "pp_head"}
+    if config.tied_embeddings:
+        del shared["head.weight"]
     outside = ["norm.weight", *(f"layers.*.{norm}.weight" for norm in norms)]
     if config.dense_layers:
         outside.append("layers.*.mlp_norm.weight")
@@ -77,7 +78,13 @@ def _edges(config: DecoderConfig, ways: _Ways, norms: Sequence[str]) -> Parallel
         outside += [f"mtp.*.{name}.weight" for name in ("embedding_norm", "hidden_norm", "projection")]
         outside += [f"mtp.{depth}.norm.weight" for depth in range(config.mtp_layers)]
     return ParallelPlan(
-        parameters=(*(split(pattern=name) for name in names), *(ways.outside(pattern=name) for name in outside)),
+        parameters=(
+            *(
+                PlanRule(pattern=name, placements=(("tp", 0),), uneven=True, grad_sum_axes=(axis,))
+                for name, axis in shared.items()
+            ),
+            *(ways.outside(pattern=name) for name in outside),
+        ),
         modules=(
             ModuleRule(pattern="embedding", style=SplitVocabulary()),
             ModuleRule(pattern="embedding", style=Boundary(outputs=(ways.leave,))),

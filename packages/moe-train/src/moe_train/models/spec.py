@@ -3,7 +3,7 @@
 Importing this module does not import torch, so that configuration can be checked without it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from moe_memory.recompute import ActivationPolicy
     from moe_parallel import AttentionCore, ParallelConfig, ParallelPlan, Problem, SequenceInfo
     from moe_parallel.pipeline.chunk import Segment
+    from moe_parallel.pipeline.layout import PipelineLayout, Stage
     from moe_train.models.statistics import RouterStatistics
     from moe_train.scale import MicrobatchScale
 
@@ -64,11 +65,15 @@ class RouterLayer(Protocol):
 
     Attributes:
         name: of the layer, unique in the model.
+        row: its place among all routers of the model, here or on another rank.
         bias_E: the expert bias, in the internal dtype; None where there is none.
     """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def row(self) -> int: ...
 
     @property
     def bias_E(self) -> "Tensor | None": ...
@@ -87,12 +92,20 @@ class CausalModel(Protocol):
 
     Attributes:
         depths: tokens that are predicted beyond the next one in training (`MicrobatchScale.ahead`).
+        features: of a token between two stages of a pipeline.
     """
 
     @property
     def depths(self) -> int: ...
 
-    def routers(self) -> "Sequence[RouterLayer]": ...
+    @property
+    def features(self) -> int: ...
+
+    def routers(self) -> "Sequence[RouterLayer]":
+        """Those that are here, in the order of their statistics."""
+
+    def keep(self, stages: "Sequence[Stage]") -> None:
+        """Drop what these stages of a pipeline do not need; names stay those of the whole model."""
 
     def train(self, mode: bool = True) -> Any: ...
 
@@ -104,7 +117,8 @@ class CausalModel(Protocol):
 
     def context(self, info: "SequenceInfo", scale: "MicrobatchScale | None") -> Any: ...
 
-    def segments(self) -> "Sequence[Segment[Any]]": ...
+    def segments(self, stage: "Stage | None" = None) -> "Sequence[Segment[Any]]":
+        """Of a stage of a pipeline, or of the whole model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +135,9 @@ class ModelSpec:
             storage (`moe_parallel.without_storage`): what it computes once and keeps must be made on a real device.
         init_rules: (config) to (pattern of global names, rule) pairs; the first match wins.
         plan: (config, degrees of parallelism) to how the module is spread over ranks.
+        stages: (config, degrees of parallelism) to the stages of a pipeline.
+        shared: (config, stages) to the ranks of the pipeline that hold a parameter of several stages, by the axis over
+            which its gradient is summed (`moe_parallel.sharding.SHARED_AXES`).
         problems: (config, vocabulary size, degrees of parallelism) to every rule that such a plan would violate.
         internal_parameters: patterns of the parameters that stay in the internal dtype.
         costs: (config, vocabulary size) to parameter counts and FLOPs.
@@ -133,6 +150,8 @@ class ModelSpec:
     build: Callable[[Any, int, ModelParts], "CausalModel"]
     init_rules: Callable[[Any], "Sequence[tuple[str, InitRule]]"]
     plan: "Callable[[Any, ParallelConfig], ParallelPlan]"
+    stages: "Callable[[Any, ParallelConfig], PipelineLayout]"
+    shared: "Callable[[Any, PipelineLayout], Mapping[str, Sequence[int]]]"
     problems: "Callable[[Any, int, ParallelConfig], Sequence[Problem]]"
     internal_parameters: tuple[str, ...]
     costs: Callable[[Any, int], ModelCosts]

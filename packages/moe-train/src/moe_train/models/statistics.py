@@ -38,13 +38,27 @@ class RouterStatistics:
         """Of all layers, from those of each."""
         return cls(**{name: torch.stack([getattr(layer, name) for layer in layers]) for name in cls.__annotations__})
 
+    @classmethod
+    def nothing(cls, layers: int, experts: int, dtype: torch.dtype, device: torch.device) -> "RouterStatistics":
+        """Zeros for so many layers."""
+        counts = torch.zeros(layers, experts, dtype=torch.int64, device=device)
+        numbers = {name: torch.zeros(layers, dtype=torch.int64, device=device) for name in ("dropped", "bad_rows")}
+        losses = {name: torch.zeros(layers, dtype=dtype, device=device) for name in ("aux", "seq", "glob", "z")}
+        return cls(counts=counts, **numbers, **losses)
+
+    def add_(self, row_L: Tensor, layers: Sequence["RouterStatistics"]) -> None:
+        """Add those of some layers to their rows; `row_L` is int64."""
+        if layers:
+            for name, value in vars(RouterStatistics.stack(layers)).items():
+                getattr(self, name).index_add_(0, row_L, value)
+
     def summed(self, losses: Tensor, groups: Groups) -> "tuple[RouterStatistics, Tensor]":
         """Statistics and losses over all ranks, from those of each; one collective for both.
 
-        Every rank routes other tokens, but all ranks of `tp` have the losses of the same targets. They travel as
-        float64, in which every count below 2**53 is exact.
+        Every rank routes other tokens or has other layers, but all ranks of `tp` have the losses of the same targets.
+        They travel as float64, in which every count below 2**53 is exact.
         """
-        group = groups.group("tp", "cp", "dp")
+        group = groups.group("world")
         if group is None:
             return self, losses
         tensors = {**vars(self), "losses": losses if groups.rank("tp") == 0 else torch.zeros_like(losses)}

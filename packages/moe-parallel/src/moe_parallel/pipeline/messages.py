@@ -1,0 +1,64 @@
+"""`Messages`: outputs and gradients between stages of a pipeline, to other ranks or to another chunk of this one."""
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_parallel.pending import Pending
+from moe_parallel.pipeline.order import Output, receiver
+from moe_parallel.pipeline.placement import Placement
+from moe_parallel.point_to_point import receive, send
+
+
+class Messages:
+    """Ordered messages without labels: between two ranks outputs are needed in the order in which they are sent, and so
+    are gradients (`moe_parallel.pipeline.order.check_ranks`), each in a group of their own.
+
+    Args:
+        places: where the stages are.
+        rank: of this rank in the pipeline.
+        there: the ranks of the pipeline in order, for outputs; None where there is one.
+        back: the same ranks, for gradients.
+    """
+
+    def __init__(
+        self, places: Placement, rank: int = 0, *, there: ProcessGroup | None = None, back: ProcessGroup | None = None
+    ) -> None:
+        self.places = places
+        self.rank = rank
+        self._groups = {False: there, True: back}
+        self._here: dict[Output, Tensor] = {}
+        self._coming: dict[Output, Pending[Tensor]] = {}
+        self._leaving: list[Pending[Tensor]] = []
+
+    def comes_from_afar(self, need: Output) -> bool:
+        """Whether another rank makes it."""
+        return self.places.rank_of(need.stage) != self.rank
+
+    def expect(self, need: Output, into: Tensor) -> None:
+        """Begin to receive what another rank makes; in the order in which it is needed."""
+        if need not in self._coming:
+            self._coming[need] = receive(into, self._group(need), self.places.rank_of(need.stage))
+
+    def take(self, need: Output) -> Tensor:
+        """What was expected, or what another chunk of this rank has made."""
+        return self._coming.pop(need).wait() if need in self._coming else self._here.pop(need)
+
+    def give(self, output: Output, value: Tensor) -> None:
+        """Send it to who needs it; it must not be changed from now on."""
+        to = receiver(output, self.places)
+        if to == self.rank:
+            self._here[output] = value
+            return
+        self._leaving = [pending for pending in self._leaving if not pending.done()]
+        self._leaving.append(send(value, self._group(output), to))
+
+    def close(self) -> None:
+        """Wait until everything has left."""
+        for pending in self._leaving:
+            pending.wait()
+        self._leaving.clear()
+
+    def _group(self, output: Output) -> ProcessGroup:
+        group = self._groups[output.gradient]
+        assert group is not None, "another rank has a stage, so there is a group"
+        return group
