@@ -1,7 +1,7 @@
 """Long rows over ranks: what a forward keeps for the backward on each rank, and a whole training step.
 
     export OMP_NUM_THREADS=1
-    python packages/moe-train/benchmarks/long_context.py            # rows of 65,536 tokens, some minutes on two cores
+    python packages/moe-train/benchmarks/long_context.py            # rows of 65,536 tokens, minutes per layout
     python packages/moe-train/benchmarks/long_context.py --slots 8192
 
 One row of a tiny model, in one process and over tp and cp. What is kept falls as 1 / (tp * cp), and the loss stays the
