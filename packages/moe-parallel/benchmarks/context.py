@@ -24,6 +24,7 @@ from torch import Tensor
 
 from moe_parallel import (
     AttentionCore,
+    ContextSplit,
     FoldedMesh,
     LocalAttention,
     ParallelLayout,
@@ -35,7 +36,7 @@ from moe_parallel import (
     split_context,
 )
 from moe_parallel._torch_compat import operator_mode
-from moe_parallel.context.tiles import tiles_of
+from moe_parallel.attention.tiles import RowTiles
 
 SLOTS, HEADS, KV_HEADS, FEATURES = 4096, 8, 4, 64
 MEAN_DOCUMENT = 200
@@ -115,6 +116,10 @@ def peak_bytes(step: Callable[[], None]) -> int:
     return peak
 
 
+def make_tiles(split: ContextSplit) -> None:
+    RowTiles(split.slot_CBS, split.document_BR).of(split.group.rank(), None, split.slot_CBS.device)
+
+
 def measure(mesh: FoldedMesh) -> Numbers:
     """Of one rank: ratios of time by core and kind of rows, of making tiles, and peaks in keys and values of a rank."""
     group, whole = mesh.group("cp"), tensors()
@@ -136,10 +141,9 @@ def measure(mesh: FoldedMesh) -> Numbers:
             found[f"{rows} {kind} forward"], found[f"{rows} {kind} backward"] = peaks
         turns: list[Numbers] = []
         for _ in range(REPEATS):
-            fresh = split_context(group, 1, SLOTS, document)
             share = seconds(steps(LocalAttention(), whole, info_of(SLOTS, document))) / group.size()
             turn = {kind: seconds(steps(core, here, info)) / share for kind, core in cores.items()}
-            turn["tiles"] = seconds([partial(tiles_of, fresh, group.rank(), None, whole[0].device)]) / share
+            turn["tiles"] = seconds([partial(make_tiles, split)]) / share
             turns.append(turn)
         found |= {f"{rows} {name}": median(turn[name] for turn in turns) for name in turns[0]}
     return found

@@ -18,6 +18,7 @@ def test_configuration_and_layout_do_not_import_torch():
     code = (
         "import sys, moe_parallel.config, moe_parallel.layout, moe_parallel.problem, moe_parallel.sharding\n"
         "import moe_parallel.__main__, moe_parallel.groups, moe_parallel.pipeline.schedule, moe_parallel.plan\n"
+        "import moe_parallel.context.dynamic\n"
         "import moe_parallel.pipeline.balance, moe_parallel.pipeline.formulas, moe_parallel.pipeline.show\n"
         "heavy = {'torch', 'numpy'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
@@ -39,6 +40,7 @@ def test_the_config_is_frozen_and_keyword_only():
         "sequence_parallel": True,
         "cp_kind": "ring",
         "cp_inner": 1,
+        "dynamic_cp_tokens": None,
         "timeout_s": 600.0,
     }
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -16,6 +16,7 @@ from moe_parallel import (
     ParallelLayout,
     ShardSpec,
     all_reduce,
+    context_axis,
     gradient_axes,
     run_distributed,
 )
@@ -375,3 +376,26 @@ def test_shared_axes_that_are_none(shared):
         ),
     ):
         FoldedMesh(ParallelLayout(world=4, pp=2), timeout_s=1, shared=shared)
+
+
+@pytest.mark.dist
+def test_neighbours_of_cp_and_dp_have_groups_of_every_size():
+    layout = ParallelLayout(world=8, tp=2, cp=2)
+
+    def on_rank(mesh):
+        found = []
+        for size in (1, 2, 4):
+            for axes in ((context_axis(size),), ("tp", context_axis(size))):
+                group = mesh.group(*axes)
+                members = dist.get_process_group_ranks(group) if group else [dist.get_rank()]
+                assert len(members) == mesh.size(*axes)
+                assert members[mesh.rank(*axes)] == dist.get_rank()
+                found.append(members)
+        assert mesh.group(context_axis(2)) is mesh.group("cp")  # the same ranks
+        assert mesh.group(context_axis(4)) is not mesh.group("cp", "dp")  # gradients are not to wait for tokens
+        return found
+
+    ranks = run_distributed(layout, on_rank, timeout_s=20, context_sizes=(1, 2, 4))
+    assert ranks[5] == [[5], [4, 5], [5, 7], [4, 5, 6, 7], [1, 3, 5, 7], list(range(8))]
+    with pytest.raises(MoeParallelError, match="does not divide cp \\* dp"):
+        run_distributed(ParallelLayout(world=2), lambda mesh: None, timeout_s=20, context_sizes=(4,))

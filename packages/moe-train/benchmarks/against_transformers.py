@@ -31,6 +31,7 @@ from moe_train.data.batch import Batch
 from moe_train.hf.config import config_to_hf
 from moe_train.hf.families import FAMILIES
 from moe_train.step import run_step
+from moe_train.testing import microbatches
 
 GEMM_AND_ATTENTION = ("mm", "addmm", "bmm", "_grouped_mm", "_scaled_dot_product")
 WARM_UP = 2
@@ -39,7 +40,7 @@ WARM_UP = 2
 def ours(family: str, dtype: str) -> tuple[Training, Callable[[Batch], float]]:
     overrides = [f"memory.compute_dtype={dtype}", "model.mtp_layers=0", "data.separate_documents=false"]
     training = assemble(load_config(f"tiny_{family}", [], overrides).config)
-    return training, lambda batch: run_step(training, batch, updates=0, window=None).loss
+    return training, lambda batch: run_step(training, microbatches(training, batch), updates=0, window=None).loss
 
 
 def peer(family: str, training: Training, dtype: str) -> Callable[[Batch], float]:

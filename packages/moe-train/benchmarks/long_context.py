@@ -16,6 +16,7 @@ from moe_parallel import ParallelLayout, run_distributed
 from moe_train.assemble import assemble, load_data
 from moe_train.config.checks import mesh_of
 from moe_train.config.load import load_config
+from moe_train.data.microbatches import next_step
 from moe_train.step import run_step
 
 LAYOUTS = ({}, {"cp": 2}, {"tp": 2}, {"tp": 2, "cp": 2}, {"cp": 4, "cp_kind": "gather"})
@@ -49,14 +50,14 @@ def main() -> None:
 
         def on_rank(mesh, config=config, data=data):
             training = assemble(config, mesh, data)
-            batch = training.data.train.next_batch(training.share)
+            tokens = next_step(training.data.train, training.cut)
             began = time.perf_counter()
             with SavedBytes(training.model.parameters()) as saved:
-                result = run_step(training, batch, updates=0, window=None)
+                result = run_step(training, tokens.microbatches, updates=0, window=None)
             return result.loss, saved.total_bytes, time.perf_counter() - began
 
         layout = ParallelLayout(world=world, **degrees)
-        ranks = run_distributed(layout, on_rank, timeout_s=600, limit_s=1800, **mesh_of(config))
+        ranks = run_distributed(layout, on_rank, timeout_s=600, limit_s=1800, **mesh_of(config, layout))
         kept = max(rank[1] for rank in ranks)
         alone = alone or kept
         words = " ".join(f"{key}={value}" for key, value in parallel.items()) or "one process"

@@ -41,7 +41,7 @@ def train(path, layout, *overrides):
             loop.train(config, run, resume=False, groups=mesh)
 
     with short_corpus():
-        run_distributed(layout, on_rank, timeout_s=20, **mesh_of(config))
+        run_distributed(layout, on_rank, timeout_s=20, **mesh_of(config, layout))
     lines = run.metrics.read_text().splitlines()
     loads = [json.loads(line)["counts"] for line in run.expert_load.read_text().splitlines()]
     return [json.loads(line)["loss"] for line in lines if '"loss"' in line], loads

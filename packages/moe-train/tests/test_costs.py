@@ -11,7 +11,7 @@ from moe_train.data.batch import Batch
 from moe_train.models.config import DecoderConfig
 from moe_train.models.flops import decoder_costs
 from moe_train.step import run_step
-from moe_train.testing import short_corpus, small_config
+from moe_train.testing import microbatches, short_corpus, small_config
 
 QWEN3_30B_A3B = DecoderConfig(
     num_layers=48,
@@ -69,12 +69,18 @@ def test_flops_matmul_equals_torch_s_counter():
 
 def test_flops_of_the_deepseek_model_equal_torch_s_counter():
     """Latent attention, dense layer, shared expert, and two tokens ahead, which training alone computes."""
-    options = ("memory.compute_dtype=float64", "model.latent.value_features=14", "train.global_batch_sequences=4")
+    options = (
+        "memory.compute_dtype=float64",
+        "model.latent.value_features=14",
+        "train.global_batch_sequences=4",
+        "train.microbatch_sequences=4",
+        "data.separate_documents=false",  # what nobody sees is not computed, and so not counted
+    )
     with short_corpus():
-        run = assemble(small_config(*options, "train.microbatch_sequences=4", recipe="tiny_deepseek_v3"))
+        run = assemble(small_config(*options, recipe="tiny_deepseek_v3"))
     batch = run.data.train.next_batch()
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        run_step(run, batch, updates=0, window=None)
+        run_step(run, microbatches(run, batch), updates=0, window=None)
     # The balance loss sums scores by segment in a product; nothing is due to it.
     segments = 4 * 13 * 4 * 8 * 2 * len(run.model.routers())
     assert counter.get_total_flops() == run.costs.flops_matmul(13) * batch.token_BS.numel() + segments

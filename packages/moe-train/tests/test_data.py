@@ -7,15 +7,21 @@ import torch
 
 from moe_train.data import corpus
 from moe_train.data.corpus import CORPORA, load_documents
+from moe_train.data.cuts import cut
 from moe_train.data.entropy import text_entropy
-from moe_train.data.source import WindowSource
+from moe_train.data.source import SequenceSource
 from moe_train.data.tokenizer import ByteTokenizer
 from moe_train.errors import MoeTrainError
 
 
 def source(num_tokens=41, length=8, batch=3, seed=0):
     tokens = np.arange(num_tokens, dtype=np.int32)
-    return WindowSource(tokens, sequence_length=length, batch_sequences=batch, seed=seed)
+    return windows(tokens, length=length, batch_sequences=batch, seed=seed)
+
+
+def windows(tokens, *, length, batch_sequences, seed):
+    cuts = cut(tokens, "windows", longest=length, end_of_document=ByteTokenizer.end_of_document)
+    return SequenceSource(tokens, cuts, row_slots=length, batch_sequences=batch_sequences, seed=seed)
 
 
 def sequence_ids(batch):
@@ -140,6 +146,6 @@ def test_the_order_is_pinned():
 def test_r116_the_end_of_a_document_is_a_target_and_only_padding_is_masked():
     end = ByteTokenizer.end_of_document
     tokens = np.array([1, 5, end, 7, end], dtype=np.int32)
-    batch = WindowSource(tokens, sequence_length=6, batch_sequences=1, seed=None).next_batch()
+    batch = windows(tokens, length=6, batch_sequences=1, seed=None).next_batch()
     assert batch.target_BS[batch.target_mask_BS].tolist() == [5, end, 7, end]
     assert batch.target_mask_BS.tolist() == [[True] * 4 + [False] * 2]

@@ -6,8 +6,9 @@ import torch
 
 from moe_kernels.cross_entropy import cross_entropy
 from moe_train.data.batch import Batch
+from moe_train.data.cuts import cut
 from moe_train.data.share import Share
-from moe_train.data.source import WindowSource
+from moe_train.data.source import SequenceSource
 from moe_train.scale import LoadWindow, StepScale
 from moe_train.testing import ALL_LOSSES, small_config, small_model
 
@@ -16,12 +17,13 @@ END = 9
 
 def source(tokens, length=6, **options):
     array = np.array(tokens, dtype=np.int32)
-    return WindowSource(array, sequence_length=length, batch_sequences=2, seed=None, **options)
+    cuts = cut(array, "windows", longest=length, end_of_document=END)
+    return SequenceSource(array, cuts, row_slots=length, batch_sequences=2, seed=None, **options)
 
 
 def test_windows_with_their_documents_apart():
     tokens = [1, 2, END, 3, 4, 5, 6, END, END, 7, 8, END, 1]
-    batch = source(tokens, end_of_document=END).next_batch()
+    batch = source(tokens, end_of_document=END, separate_documents=True).next_batch()
     assert batch.token_BS.tolist() == [[1, 2, END, 3, 4, 5], [6, END, END, 7, 8, END]]
     assert batch.document_BS.tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 1, 2, 2, 2]]
     assert batch.position_BS.tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 0, 0, 1, 2]]
@@ -36,14 +38,17 @@ def test_windows_with_their_documents_apart():
 
 def test_r115_shares_microbatches_and_devices_keep_documents_and_share_nothing():
     tokens = [1, 2, END, 3, 4, 5, 6, END, END, 7, 8, END, 1]
-    whole = source(tokens, end_of_document=END).next_batch()
-    shares = [source(tokens, end_of_document=END).next_batch(Share(rank=rank, ranks=3)) for rank in range(3)]
+    whole = source(tokens, end_of_document=END, separate_documents=True).next_batch()
+    shares = [
+        source(tokens, end_of_document=END, separate_documents=True).next_batch(Share(rank=rank, ranks=3).rows(2))
+        for rank in range(3)
+    ]
     for part, share in zip(whole.microbatches(1), shares, strict=False):
         for name, value in vars(part.to(torch.device("cpu"))).items():
             assert torch.equal(value, getattr(share, name)), name
     assert not shares[2].valid_BS.any()
     shares[0].target_mask_BS.fill_(False)
-    assert source(tokens, end_of_document=END).next_batch().target_mask_BS.any()
+    assert source(tokens, end_of_document=END, separate_documents=True).next_batch().target_mask_BS.any()
 
 
 def test_what_is_predicted_ahead_stays_in_its_document():
@@ -68,7 +73,7 @@ def test_r086_targets_ahead_have_counts_of_their_own():
     mask_BS = torch.tensor([[1, 1, 1, 0], [0, 1, 0, 0]], dtype=torch.bool)
     valid_BS = torch.ones(2, 4, dtype=torch.bool)
     batch = Batch.from_rows(token_BS, token_BS, valid_BS, mask_BS)
-    scale = StepScale.count(batch, balance_sequences=1, loss_norm="token", depths=1)
+    scale = StepScale.count([batch], balance_sequences=1, loss_norm="token", depths=1)
     assert (scale.targets.targets, scale.ahead[0].targets) == (4, 3)
     parts = [scale.microbatch(part, torch.float64) for part in batch.microbatches(1)]
     assert [part.ahead[0].target_weight_T.tolist() for part in parts] == [
@@ -77,7 +82,7 @@ def test_r086_targets_ahead_have_counts_of_their_own():
     ]
     nothing = Batch.from_rows(token_BS, token_BS, valid_BS, torch.zeros_like(mask_BS))
     for norm in ("token", "microbatch"):
-        empty = StepScale.count(nothing, balance_sequences=1, loss_norm=norm, depths=2)
+        empty = StepScale.count([nothing], balance_sequences=1, loss_norm=norm, depths=2)
         for depth in empty.microbatch(nothing, torch.float64).ahead:
             assert depth.target_weight_T.tolist() == [0] * 8
 
@@ -88,17 +93,17 @@ def test_segments_are_documents_with_a_valid_token(norm):
     valid_BS = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]], dtype=torch.bool)
     tokens = torch.ones(2, 4, dtype=torch.int64)
     batch = Batch.from_rows(tokens, tokens, valid_BS, document_BS=document_BS)
-    scale = StepScale.count(batch, balance_sequences=1, loss_norm=norm)
+    scale = StepScale.count([batch], balance_sequences=1, loss_norm=norm)
     assert scale.num_segments == 4
     parts = [scale.microbatch(part, torch.float64).routing for part in batch.microbatches(1)]
     first, second = (1 / 4, 1 / 4) if norm == "token" else (1 / 6, 1 / 2)
     assert parts[0].segment_weight_G.tolist() == pytest.approx([first] * 3)
-    assert parts[1].segment_weight_G.tolist() == pytest.approx([second, 0, 0])
+    assert parts[1].segment_weight_G.tolist() == pytest.approx([second, 0])
     assert parts[0].segment_T.tolist() == [0, 0, 1, 2]
 
 
 def loss_and_gradients(model, batch, balance_sequences, choices=0):
-    scale = StepScale.count(batch, balance_sequences=balance_sequences, loss_norm="token", depths=model.depths)
+    scale = StepScale.count([batch], balance_sequences=balance_sequences, loss_norm="token", depths=model.depths)
     counts_LE = torch.arange(len(model.routers()) * 8).view(-1, 8) + 1
     window = LoadWindow(counts_LE=counts_LE, num_tokens=50)
     weights = scale.microbatch(batch, torch.float64, window)

@@ -13,7 +13,7 @@ from moe_train.evaluate import validation_loss
 from moe_train.models.bias import bias_tensors
 from moe_train.progress import Progress, restore, save
 from moe_train.step import run_step
-from moe_train.testing import STANDARD, short_corpus, small_config
+from moe_train.testing import STANDARD, microbatches, short_corpus, small_config
 
 RATE = 2.0**-7
 
@@ -27,7 +27,7 @@ def training(*overrides):
 def steps(run, number, first=0):
     results = []
     for update in range(first, first + number):
-        results.append(run_step(run, run.data.train.next_batch(), updates=update, window=None))
+        results.append(run_step(run, microbatches(run, run.data.train.next_batch()), updates=update, window=None))
     return results
 
 

@@ -209,7 +209,7 @@ def balance_function(peer):
 
 
 def loss_with_balance(model, batch):
-    scale = StepScale.count(batch, balance_sequences=batch.num_sequences, loss_norm="token")
+    scale = StepScale.count([batch], balance_sequences=batch.num_sequences, loss_norm="token")
     weights = scale.microbatch(batch, torch.float32)
     output = model(batch.token_BS, batch.sequence_info(), weights)
     loss_T = cross_entropy(

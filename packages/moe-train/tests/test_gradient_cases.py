@@ -15,7 +15,7 @@ from moe_parallel.sharding import ParameterKind
 from moe_train.assemble import assemble
 from moe_train.config.load import load_config
 from moe_train.step import run_step
-from moe_train.testing import ALL_LOSSES, SMALL, short_corpus
+from moe_train.testing import ALL_LOSSES, SMALL, microbatches, short_corpus
 
 pytestmark = pytest.mark.dist
 
@@ -168,8 +168,8 @@ def test_r051_experts_of_a_rank_without_tokens_decay_only(engine):
         def keep():
             found.update({p.name: p.tensor.clone() for p in training.engine.gradient_tensors()})
 
-        batch = training.data.train.next_batch(training.share)
-        result = run_step(training, batch, updates=0, window=None, inspect=keep)
+        batch = training.data.train.next_batch(training.share.rows(8))
+        result = run_step(training, microbatches(training, batch), updates=0, window=None, inspect=keep)
         assert result.statistics.counts[:, 2:].sum() == 0
         for part in training.engine.state_tensors():
             slot, name = part.name.split("/", 1)

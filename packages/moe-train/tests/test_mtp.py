@@ -131,7 +131,7 @@ def test_r086_losses_and_every_gradient_equal_a_reference_written_out(pair):
     token_BS, target_BS, valid_BS, document_BS = packed(documents, 24)
     mask_BS = torch.ones_like(valid_BS)
     batch = Batch.from_rows(token_BS, target_BS, valid_BS, mask_BS, document_BS=document_BS)
-    scale = StepScale.count(batch, balance_sequences=1, loss_norm="token", depths=DEPTHS)
+    scale = StepScale.count([batch], balance_sequences=1, loss_norm="token", depths=DEPTHS)
     assert [scale.targets.targets, *(count.targets for count in scale.ahead)] == [len(values) for values in sums]
     weights = scale.microbatch(batch, torch.float32)
     context = model.context(batch.sequence_info(), weights)
@@ -160,7 +160,7 @@ def test_evaluation_leaves_the_further_depths_out(pair):
     batch = Batch.from_rows(token_BS, token_BS, torch.ones(2, 5, dtype=torch.bool))
     output = model(token_BS, batch.sequence_info())
     assert output.statistics.counts.shape == (1, 8)
-    scale = StepScale.count(batch, balance_sequences=1, loss_norm="token", depths=DEPTHS)
+    scale = StepScale.count([batch], balance_sequences=1, loss_norm="token", depths=DEPTHS)
     trained = model(token_BS, batch.sequence_info(), scale.microbatch(batch, torch.float32))
     assert torch.equal(trained.logits_BSV, output.logits_BSV)
 

@@ -37,6 +37,7 @@ RECORD = StepRecord(
     step_seconds=0.0994,
     tokens_per_second=41_200.0,
     flops_per_second=0.24e12,
+    work_balance=1.0,
     memory_peak_bytes=int(0.6 * 2**30),
     eta_seconds=41.2,
 )

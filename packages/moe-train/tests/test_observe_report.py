@@ -41,6 +41,7 @@ def record(step, **changes):
         "step_seconds": 0.25,
         "tokens_per_second": 16_384.0,
         "flops_per_second": 1e10,
+        "work_balance": 1.0,
         "memory_peak_bytes": 3 << 29,
         "eta_seconds": 1.0,
     }

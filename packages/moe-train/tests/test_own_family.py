@@ -9,7 +9,7 @@ from moe_train.assemble import assemble, load_data
 from moe_train.config.error import ConfigError
 from moe_train.config.load import load_config
 from moe_train.step import run_step
-from moe_train.testing import ALL_LOSSES, SMALL, short_corpus, small_config
+from moe_train.testing import ALL_LOSSES, SMALL, microbatches, short_corpus, small_config
 from moe_train.verify import Case, verify
 
 FILE = Path(__file__).parent / "third_party" / "acme_parallel.py"
@@ -31,7 +31,9 @@ def test_it_is_selected_by_config_and_learns():
     with short_corpus():
         run = assemble(config("model.balance.bias_rate=1e-3", "model.mtp_layers=1"))
     assert type(run.model.layers[0]).__module__ == "acme_models"
-    losses = [run_step(run, run.data.train.next_batch(), updates=i, window=None).loss for i in range(12)]
+    losses = [
+        run_step(run, microbatches(run, run.data.train.next_batch()), updates=i, window=None).loss for i in range(12)
+    ]
     assert losses[-1] < losses[0] - 0.5
 
 

@@ -15,6 +15,7 @@ from moe_train.checkpoint.load import CheckpointError, latest_checkpoint, read_i
 from moe_train.config.checks import mesh_of
 from moe_train.config.load import load_config
 from moe_train.config.toml import to_toml
+from moe_train.data.microbatches import next_step
 from moe_train.evaluate import validation_loss
 from moe_train.observe.record import WALL_CLOCK_FIELDS
 from moe_train.progress import restore
@@ -59,7 +60,7 @@ def train(run, layout, *overrides, engine="zero1", resume=False, before=lambda r
             loop.train(config, run, resume=resume, groups=mesh)
 
     with short_corpus():
-        run_distributed(layout, on_rank, timeout_s=20, limit_s=90, **mesh_of(config))
+        run_distributed(layout, on_rank, timeout_s=20, limit_s=90, **mesh_of(config, layout))
 
 
 def metrics(run):
@@ -149,7 +150,7 @@ def test_r095_r097_r098_r101_a_checkpoint_continues_on_another_layout(move, tmp_
         return [(part.name, part.box, part.tensor.numpy(force=True)) for part in training.engine.state_tensors()]
 
     with short_corpus():
-        for parts in run_distributed(second, on_rank, timeout_s=20, **mesh_of(config_for(second))):
+        for parts in run_distributed(second, on_rank, timeout_s=20, **mesh_of(config_for(second), second)):
             for name, box, values in parts:
                 place = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
                 assert torch.equal(torch.from_numpy(values), before[name][place]), name
@@ -183,7 +184,7 @@ def test_state_moves_between_pipelines_bit_for_bit(tmp_path):
 
         with short_corpus():
             seen = set()
-            for parts in run_distributed(layout, on_rank, timeout_s=20, **mesh_of(config)):
+            for parts in run_distributed(layout, on_rank, timeout_s=20, **mesh_of(config, layout)):
                 for name, box, values in parts:
                     place = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
                     assert torch.equal(torch.from_numpy(values), before[name][place]), name
@@ -309,7 +310,10 @@ def test_r101_ranks_share_the_global_order_without_repeat(ranks):
     batches = -(-straight.num_sequences // 8) + 2
     for _ in range(batches):
         whole = straight.next_batch()
-        parts = [source.next_batch(Share(rank=rank, ranks=ranks, unit=2)) for rank, source in enumerate(shares)]
+        parts = [
+            source.next_batch(Share(rank=rank, ranks=ranks, unit=2).rows(whole.num_sequences))
+            for rank, source in enumerate(shares)
+        ]
         assert len({part.num_sequences for part in parts}) == 1
         assert [i for part in parts for i in ids(part)] == ids(whole)
         tokens = torch.cat([part.token_BS[part.valid_BS.any(1)] for part in parts])
@@ -325,10 +329,10 @@ def test_a_sleeping_rank_ends_the_run_and_is_named(tmp_path):
 
     def on_rank(mesh):
         training = assemble(config, mesh)
-        batch = training.data.train.next_batch(training.share)
+        tokens = next_step(training.data.train, training.cut)
         if mesh.rank("world") == 3:
             signal.pause()
-        loop.run_step(training, batch, updates=0, window=None)
+        loop.run_step(training, tokens.microbatches, updates=0, window=None)
 
     with (
         short_corpus(),

@@ -16,7 +16,7 @@ def batch(valid_lengths, slots=4, masked=()):
 
 
 def weights(whole, size, loss_norm, balance_sequences=1):
-    scale = StepScale.count(whole, balance_sequences=balance_sequences, loss_norm=loss_norm)
+    scale = StepScale.count([whole], balance_sequences=balance_sequences, loss_norm=loss_norm)
     return [scale.microbatch(part, torch.float64) for part in whole.microbatches(size)]
 
 
@@ -26,7 +26,7 @@ def weight(part, name):
 
 def test_counts_by_hand():
     whole = batch([4, 2, 0, 1, 0, 0], masked=[(0, 0), (3, 0)])
-    scale = StepScale.count(whole, balance_sequences=2, loss_norm="token")
+    scale = StepScale.count([whole], balance_sequences=2, loss_norm="token")
     assert (scale.num_tokens, scale.targets.targets, scale.num_segments) == (7, 5, 3)
     assert (scale.num_balance, scale.targets.balance) == (2, 1)  # rows 4 and 5 hold nothing, row 3 no target
 

@@ -10,7 +10,7 @@ from moe_train.assemble import assemble
 from moe_train.config.load import load_config
 from moe_train.data.batch import Batch
 from moe_train.step import run_step
-from moe_train.testing import SMALL, short_corpus
+from moe_train.testing import SMALL, microbatches, short_corpus
 
 pytestmark = pytest.mark.dist
 
@@ -45,16 +45,18 @@ def first_step(world, parallel, batch, *settings):
         found = []
         for overrides in settings:
             training = assemble(configured(world, parallel, *overrides), mesh)
-            start, stop, padding = training.share.rows(batch.num_sequences)
-            share = batch.rows(start, stop)
-            assert padding == 0
+            rows = training.share.rows(batch.num_sequences)
+            share = batch.rows(rows[0], rows[-1] + 1)
+            assert (rows >= 0).all()
             parts = []
 
             def keep(training=training, parts=parts):
                 owned = (part for part in training.engine.gradient_tensors() if part.owned)
                 parts.extend((p.name, p.global_shape, p.box, p.tensor.numpy(force=True).copy()) for p in owned)
 
-            found.append((run_step(training, share, updates=0, window=None, inspect=keep).loss, parts))
+            found.append(
+                (run_step(training, microbatches(training, share), updates=0, window=None, inspect=keep).loss, parts)
+            )
         return found
 
     with short_corpus():

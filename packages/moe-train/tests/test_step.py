@@ -9,7 +9,7 @@ from moe_train.assemble import assemble
 from moe_train.evaluate import validation_loss
 from moe_train.scale import LoadWindow
 from moe_train.step import run_step
-from moe_train.testing import ALL_LOSSES, short_corpus, small_config
+from moe_train.testing import ALL_LOSSES, microbatches, short_corpus, small_config
 
 
 def training(*overrides):
@@ -48,7 +48,9 @@ def step_and_state(run, batches):
         found.update(gradients(run))
 
     run.engine.finish = finish
-    results = [run_step(run, batch, updates=i, window=window(run)) for i, batch in enumerate(batches)]
+    results = [
+        run_step(run, microbatches(run, batch), updates=i, window=window(run)) for i, batch in enumerate(batches)
+    ]
     state = {tensor.name: tensor.tensor.clone() for tensor in run.engine.state_tensors()}
     return results, found, state
 
@@ -145,10 +147,10 @@ def test_r010_r016_r020_r021_recompute_and_evaluation_leave_no_trace(recompute):
     expected = step_and_state(reference, [reference.data.train.next_batch() for _ in range(2)])
     run = training(*ALL_LOSSES, f"memory.recompute={recompute}")
     batches = [run.data.train.next_batch() for _ in range(2)]
-    first = run_step(run, batches[0], updates=0, window=window(run))
+    first = run_step(run, microbatches(run, batches[0]), updates=0, window=window(run))
     before = validation_loss(run, 4)
     assert validation_loss(run, 4) == before
-    second = run_step(run, batches[1], updates=1, window=window(run))
+    second = run_step(run, microbatches(run, batches[1]), updates=1, window=window(run))
     for mine, theirs in zip((first, second), expected[0], strict=True):
         assert mine.loss == theirs.loss
         assert mine.gradient_norm == theirs.gradient_norm
@@ -162,19 +164,19 @@ def test_r010_r016_r020_r021_recompute_and_evaluation_leave_no_trace(recompute):
 
 def test_a_non_finite_step_is_skipped_and_leaves_everything_as_it_was():
     run = training()
-    run_step(run, run.data.train.next_batch(), updates=0, window=None)
+    run_step(run, microbatches(run, run.data.train.next_batch()), updates=0, window=None)
     before = {tensor.name: tensor.tensor.clone() for tensor in run.engine.state_tensors()}
     values = run.engine.state_values()
     name = "layers.0.attention.q_proj.weight"
     parameter = dict(run.model.named_parameters())[name]
     hook = parameter.register_hook(lambda grad: grad * float("nan"))
-    result = run_step(run, run.data.train.next_batch(), updates=1, window=None)
+    result = run_step(run, microbatches(run, run.data.train.next_batch()), updates=1, window=None)
     hook.remove()
     assert result.skipped
     assert run.engine.state_values() == values
     for tensor in run.engine.state_tensors():
         assert torch.equal(tensor.tensor, before[tensor.name])
-    assert not run_step(run, run.data.train.next_batch(), updates=1, window=None).skipped
+    assert not run_step(run, microbatches(run, run.data.train.next_batch()), updates=1, window=None).skipped
 
 
 def test_bad_router_rows_are_counted_by_layer():
@@ -182,7 +184,7 @@ def test_bad_router_rows_are_counted_by_layer():
     weight = dict(run.model.named_parameters())["layers.1.moe.router.weight"]
     with torch.no_grad():
         weight[:, 0] = float("nan")
-    result = run_step(run, run.data.train.next_batch(), updates=0, window=None)
+    result = run_step(run, microbatches(run, run.data.train.next_batch()), updates=0, window=None)
     assert result.skipped
     assert result.statistics.bad_rows.tolist() == [0, 8 * 13]
 
@@ -195,7 +197,9 @@ def test_bf16_computes_in_bf16_and_keeps_router_and_masters_in_fp32():
     assert len(router) == 2
     assert all(dtype == (torch.float32 if name in router else torch.bfloat16) for name, dtype in dtypes.items())
     assert {tensor.tensor.dtype for tensor in run.engine.state_tensors()} == {torch.float32}
-    losses = [run_step(run, run.data.train.next_batch(), updates=i, window=None).loss for i in range(12)]
+    losses = [
+        run_step(run, microbatches(run, run.data.train.next_batch()), updates=i, window=None).loss for i in range(12)
+    ]
     assert losses[-1] < losses[0] - 0.5
 
 
@@ -204,7 +208,10 @@ def test_steps_are_bitwise_repeatable():
     for _ in range(2):
         with short_corpus():
             run = assemble(small_config(*ALL_LOSSES))
-        results = [run_step(run, run.data.train.next_batch(), updates=i, window=window(run)) for i in range(3)]
+        results = [
+            run_step(run, microbatches(run, run.data.train.next_batch()), updates=i, window=window(run))
+            for i in range(3)
+        ]
         runs.append(([r.loss for r in results], {t.name: t.tensor.clone() for t in run.engine.state_tensors()}))
     assert runs[0][0] == runs[1][0]
     assert all(torch.equal(value, runs[1][1][name]) for name, value in runs[0][1].items())
@@ -216,7 +223,7 @@ def test_r107_tied_is_one_parameter_and_untied_are_two(tied):
     parameters = dict(run.model.named_parameters())
     before = {name: value.detach().clone() for name, value in parameters.items()}
     for updates in range(5):
-        run_step(run, run.data.train.next_batch(), updates=updates, window=None)
+        run_step(run, microbatches(run, run.data.train.next_batch()), updates=updates, window=None)
     assert not torch.equal(parameters["embedding.weight"], before["embedding.weight"])
     saved = {tensor.name for tensor in run.engine.state_tensors()}
     assert ("master/head.weight" in saved) is not tied

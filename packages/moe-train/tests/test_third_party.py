@@ -8,7 +8,7 @@ import pytest
 from moe_train.assemble import assemble
 from moe_train.config.error import ConfigError
 from moe_train.step import run_step
-from moe_train.testing import ALL_LOSSES, short_corpus, small_config
+from moe_train.testing import ALL_LOSSES, microbatches, short_corpus, small_config
 
 THIRD_PARTY = Path(__file__).parents[2] / "moe-comm" / "tests" / "third_party" / "install.py"
 
@@ -19,7 +19,7 @@ def losses(*overrides):
     found = []
     for updates in range(3):
         batch = training.data.train.next_batch()
-        found.append(run_step(training, batch, updates=updates, window=None).loss)
+        found.append(run_step(training, microbatches(training, batch), updates=updates, window=None).loss)
     return type(training.model.layers[0].moe.dispatcher).__module__, found
 
 

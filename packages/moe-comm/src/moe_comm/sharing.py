@@ -17,8 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_comm.dispatcher import Parcel
 from moe_comm.exchange import Flight, Splits, exchange
-from moe_kernels import internal_dtype
-from moe_parallel import Pending
+from moe_parallel import Pending, add_up
 
 
 def gather(parcel: Parcel, splits: Splits) -> Pending[Parcel]:
@@ -51,14 +50,6 @@ def _repeated(rows: Tensor, copies: int) -> Tensor:
     return rows.repeat(copies, *[1] * (rows.dim() - 1))
 
 
-def _added_up(parts: Tensor, copies: int) -> Tensor:
-    first, *others = parts.reshape(copies, parts.shape[0] // copies, *parts.shape[1:]).unbind()
-    total: Tensor = first.to(internal_dtype(parts.dtype), copy=True)
-    for part in others:
-        total += part
-    return total.to(parts.dtype)
-
-
 class _Repeat(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, copies: int) -> Tensor:
@@ -68,14 +59,14 @@ class _Repeat(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _added_up(grad, ctx.copies), None
+        return add_up(grad.chunk(ctx.copies)), None
 
 
 class _Sum(Function):
     @staticmethod
     def forward(ctx: Any, parts: Tensor, copies: int) -> Tensor:
         ctx.copies = copies
-        return _added_up(parts, copies)
+        return add_up(parts.chunk(copies))
 
     @staticmethod
     @once_differentiable

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 from moe_parallel._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from moe_parallel.attention import AttentionCore as AttentionCore, LocalAttention as LocalAttention
+    from moe_parallel.attention.core import AttentionCore as AttentionCore
+    from moe_parallel.attention.local import LocalAttention as LocalAttention
     from moe_parallel.collectives import (
         CollectiveError as CollectiveError,
+        add_up as add_up,
         all_gather as all_gather,
         all_reduce as all_reduce,
         all_to_all as all_to_all,
@@ -25,8 +27,14 @@ if TYPE_CHECKING:
         split_context as split_context,
     )
     from moe_parallel.context.choose import context_attention as context_attention
+    from moe_parallel.context.dynamic import fixed_plan as fixed_plan, plan_context as plan_context
     from moe_parallel.context.gather import GatherAttention as GatherAttention
     from moe_parallel.context.hierarchical import HierarchicalAttention as HierarchicalAttention
+    from moe_parallel.context.microbatches import (
+        ContextPlan as ContextPlan,
+        SequenceWork as SequenceWork,
+        group_sizes as group_sizes,
+    )
     from moe_parallel.context.ring import RingAttention as RingAttention
     from moe_parallel.context.rules import context_problems as context_problems
     from moe_parallel.context.ulysses import AllToAllAttention as AllToAllAttention
@@ -44,7 +52,7 @@ if TYPE_CHECKING:
         reduce_norm_parts as reduce_norm_parts,
         replica_axes as replica_axes,
     )
-    from moe_parallel.groups import AxisGroups as AxisGroups, Groups as Groups
+    from moe_parallel.groups import AxisGroups as AxisGroups, Groups as Groups, context_axis as context_axis
     from moe_parallel.layout import ParallelLayout as ParallelLayout
     from moe_parallel.mesh import FoldedMesh as FoldedMesh
     from moe_parallel.pending import Pending as Pending
@@ -89,29 +97,34 @@ if TYPE_CHECKING:
 
 # Public name to module. Loaded on first use, so that configuration and the command line work without importing torch.
 _MODULE_OF = {
+    "add_up": "collectives",
     "agree": "world",
     "all_gather": "collectives",
     "all_reduce": "collectives",
     "all_to_all": "collectives",
     "AllToAllAttention": "context.ulysses",
     "apply_plan": "distribute",
-    "AttentionCore": "attention",
+    "AttentionCore": "attention.core",
     "AxisGroups": "groups",
     "Boundary": "styles",
     "Box": "sharding",
     "CollectiveError": "collectives",
     "context_attention": "context.choose",
+    "context_axis": "groups",
     "context_problems": "context.rules",
+    "ContextPlan": "context.microbatches",
     "ContextSplit": "sequence",
     "counts_here": "gradients",
     "document_numbers": "context.balance",
     "Durations": "pipeline.simulate",
     "even_layout": "pipeline.balance",
+    "fixed_plan": "context.dynamic",
     "FoldedMesh": "mesh",
     "gather_json": "world",
     "gather_rows": "tensor",
     "GatherAttention": "context.gather",
     "gradient_axes": "gradients",
+    "group_sizes": "context.microbatches",
     "Groups": "groups",
     "head_tail": "context.balance",
     "HierarchicalAttention": "context.hierarchical",
@@ -120,7 +133,7 @@ _MODULE_OF = {
     "joined": "world",
     "LinkClass": "topology",
     "local_box": "plan",
-    "LocalAttention": "attention",
+    "LocalAttention": "attention.local",
     "ModuleRule": "distribute",
     "MoeParallelError": "errors",
     "padded_slots": "context.balance",
@@ -132,6 +145,7 @@ _MODULE_OF = {
     "per_document": "context.balance",
     "PipelineLayout": "pipeline.layout",
     "Place": "world",
+    "plan_context": "context.dynamic",
     "PlanRule": "plan",
     "Problem": "problem",
     "RankError": "world",
@@ -145,6 +159,7 @@ _MODULE_OF = {
     "SCHEDULES": "pipeline.schedules.table",
     "select_slots": "context.balance",
     "SequenceInfo": "sequence",
+    "SequenceWork": "context.microbatches",
     "shard_specs": "plan",
     "ShardSpec": "sharding",
     "SharedPieces": "styles",

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from moe_parallel._torch_compat import all_gather_into, reduce_scatter_into
 from moe_parallel.errors import MoeParallelError
 from moe_parallel.pending import Pending
+from moe_parallel.precision import internal_dtype
 
 # A message names so many members of a group.
 _MOST_NAMES = 16
@@ -93,7 +94,17 @@ def reduce_scatter(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
         return start("reduce_scatter", group, out, lambda: reduce_scatter_into(out, x, group))
     parts = torch.empty_like(x)
     issue = partial(dist.all_to_all_single, parts, x, group=group, async_op=True)
-    return start("reduce_scatter", group, parts, issue, lambda received: _add_up(received.chunk(ranks)))
+    return start("reduce_scatter", group, parts, issue, lambda received: add_up(received.chunk(ranks)))
+
+
+def add_up(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of equally shaped parts, one after the other, in the internal dtype, rounded once."""
+    # `sum` of the stacked parts is slower, and its order depends on the column.
+    dtype = parts[0].dtype
+    total = parts[0].to(internal_dtype(dtype) if dtype.is_floating_point else dtype, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(dtype)
 
 
 def all_to_all(
@@ -153,16 +164,6 @@ def start(
     except (RuntimeError, ValueError, TypeError) as error:  # refused here; the peers have nothing to do with it
         raise MoeParallelError(f"{name} in {describe_group(group)} cannot start: {_one_line(error)}") from error
     return Pending(value, [_NamedWork(work, name, group)], finish)
-
-
-def _add_up(parts: Sequence[Tensor]) -> Tensor:
-    """The sum, one after the other. `sum` of the stacked parts is slower, and its order depends on the column."""
-    dtype = parts[0].dtype
-    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-    total = parts[0].to(wide, copy=True)
-    for part in parts[1:]:
-        total += part
-    return total.to(dtype)
 
 
 def _failure(name: str, group: ProcessGroup, seconds: float, error: RuntimeError) -> CollectiveError:

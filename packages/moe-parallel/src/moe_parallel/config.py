@@ -1,7 +1,7 @@
 """The `parallel` section of the configuration. Imports nothing heavy."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from moe_parallel.problem import Problem
 
@@ -31,6 +31,9 @@ class ParallelConfig:
             exchange tokens for heads (`all_to_all`), every rank gets all keys and values (`gather`), or `cp_inner`
             neighbours exchange tokens for heads and a ring goes round such neighbourhoods (`hierarchical`).
         cp_inner: ranks of such a neighbourhood.
+        dynamic_cp_tokens: token slots that a rank has at most in a microbatch of training. With a number the ranks of
+            `cp` and `dp` are grouped anew for every microbatch, many for long sequences and few for short ones, which
+            share rows (dynamic context parallelism); none gives each sequence a row and its ranks of `cp`.
         timeout_s: after so many seconds without its peers a rank gives up.
     """
 
@@ -47,6 +50,7 @@ class ParallelConfig:
     sequence_parallel: bool = True
     cp_kind: CpKind = "ring"
     cp_inner: int = 1
+    dynamic_cp_tokens: int | None = None
     timeout_s: float = 600.0
 
     def problems(self) -> list[Problem]:
@@ -55,6 +59,13 @@ class ParallelConfig:
         if not 0 < self.timeout_s < float("inf"):
             rule = "a number of seconds is finite and above 0"
             found.append(Problem(key="parallel.timeout_s", value=self.timeout_s, rule=rule))
+        if self.dynamic_cp_tokens is not None and self.dynamic_cp_tokens < 1:
+            rule = "a rank has room for at least one token"
+            found.append(Problem(key="parallel.dynamic_cp_tokens", value=self.dynamic_cp_tokens, rule=rule))
+        if self.dynamic_cp_tokens is not None and self.cp_kind == "hierarchical":
+            rule = "its neighbourhoods are of one size, and parallel.dynamic_cp_tokens changes the number of ranks"
+            legal = ", ".join(kind for kind in get_args(CpKind) if kind != "hierarchical")
+            found.append(Problem(key="parallel.cp_kind", value=self.cp_kind, rule=rule, legal=legal))
         if self.cp_inner != 1 and self.cp_kind != "hierarchical":
             rule = f"has no effect with parallel.cp_kind = {self.cp_kind}"
             found.append(Problem(key="parallel.cp_inner", value=self.cp_inner, rule=rule, legal="1"))

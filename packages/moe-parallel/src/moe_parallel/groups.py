@@ -9,6 +9,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+def context_axis(ranks: int) -> str:
+    """The axis of so many neighbours of `cp` and `dp` together, which share rows under dynamic context parallelism."""
+    return f"cp_of_{ranks}"
+
+
 @runtime_checkable
 class Groups(Protocol):
     """Where this rank stands on every axis (`tp cp dp pp ep etp edp`), and with whom it communicates there.

@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 
 from moe_parallel.collectives import describe_members, lost_peers
 from moe_parallel.errors import MoeParallelError
+from moe_parallel.groups import context_axis
 from moe_parallel.layout import ParallelLayout
 from moe_parallel.sharding import SHARED_AXES
 
@@ -36,6 +37,8 @@ class FoldedMesh:
         layout: of as many ranks as the default process group has.
         timeout_s: after so long without its peers a collective of these groups fails; the default group (`world`) has
             the time that it was initialised with.
+        context_sizes: for dynamic context parallelism, divisors of cp * dp: for each of them an axis
+            `context_axis(size)` of so many consecutive ranks of `cp` and `dp`, alone and with `tp`.
         cp_inner: consecutive ranks of `cp` that are on the axis `cp_inner`; `cp_outer` has the others. A divisor of cp.
         shared: further axes (`SHARED_AXES`), each of some ranks of `pp`, by their places there.
 
@@ -49,12 +52,18 @@ class FoldedMesh:
         layout: ParallelLayout,
         *,
         timeout_s: float,
+        context_sizes: Sequence[int] = (),
         cp_inner: int = 1,
         shared: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         layout.check()
         if cp_inner < 1 or layout.cp % cp_inner:
             raise MoeParallelError(f"cp_inner = {cp_inner} does not divide cp = {layout.cp}")
+        for size in context_sizes:
+            if size < 1 or layout.cp * layout.dp % size:
+                raise MoeParallelError(
+                    f"context_sizes has {size}, which does not divide cp * dp = {layout.cp} * {layout.dp}"
+                )
         for axis, places in (shared or {}).items():
             if axis not in SHARED_AXES or not set(places) <= set(range(layout.pp)):
                 raise MoeParallelError(
@@ -70,11 +79,13 @@ class FoldedMesh:
         self.layout = layout
         self.timeout_s = timeout_s
         self.cp_inner = cp_inner
+        self._context_size = {context_axis(size): size for size in context_sizes}
         self._shared = dict(shared or {})
         self._rank = dist.get_rank()
         self._members_of: dict[tuple[str, ...], tuple[int, ...]] = {}
         self._groups: dict[frozenset[str], ProcessGroup] = {}
-        context_axes = [(axis,) for axis in CONTEXT_AXES] if cp_inner > 1 else []
+        context_axes: list[tuple[str, ...]] = [(axis,) for axis in CONTEXT_AXES] if cp_inner > 1 else []
+        context_axes += [axes for axis in self._context_size for axes in ((axis,), ("tp", axis))]
         for row in ((*ACTIVATION_AXES, *context_axes), GRADIENT_AXES, (BACK_AXES,)):
             self._groups |= self._make(row)
         for axis in self._shared:
@@ -113,6 +124,13 @@ class FoldedMesh:
 
     def _other_members(self, axes: tuple[str, ...]) -> tuple[int, ...] | None:
         """Members of the axes that are no axes of the layout."""
+        sizes = [self._context_size[axis] for axis in axes if axis in self._context_size]
+        if sizes and set(axes) - self._context_size.keys() <= {"tp"}:
+            beside = ("tp",) if "tp" in axes else ()
+            ranks = self.layout.group_of(self._rank, *beside, "cp", "dp")
+            size = sizes[0] * (self.layout.tp if beside else 1)
+            first = ranks.index(self._rank) // size * size
+            return ranks[first : first + size]
         if len(axes) != 1:
             return None
         if axes == ("pp_back",):

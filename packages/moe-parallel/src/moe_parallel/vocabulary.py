@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from moe_parallel.collectives import all_gather
 from moe_parallel.errors import MoeParallelError
+from moe_parallel.precision import internal_dtype
 
 # Rows go through the passes in pieces of about so many elements, which bounds what is held in the internal dtype.
 _PASS_ELEMENTS = 2**22
@@ -99,7 +100,7 @@ class _CrossEntropy(torch.autograd.Function):
         vocab_size: int,
         label_smoothing: float,
     ) -> Tensor:
-        internal = torch.promote_types(torch.float32, logits_TV.dtype)
+        internal = internal_dtype(logits_TV.dtype)
         tokens, here = logits_TV.shape
         row_T = targets_T - first
         is_here_T = (row_T >= 0) & (row_T < here)

@@ -6,6 +6,8 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -28,15 +30,18 @@ from moe_parallel import (
     vocabulary_cross_entropy,
     without_storage,
 )
+from moe_parallel.context.microbatches import SequenceWork
 from moe_parallel.pipeline.layout import PipelineLayout
 from moe_parallel.pipeline.schedules.table import Schedule
 from moe_parallel.plan import part_of
 from moe_train.allocator import keep_freed_memory
 from moe_train.config.tree import TrainConfig
 from moe_train.data.corpus import load_documents
+from moe_train.data.cuts import cut
 from moe_train.data.entropy import TextEntropy, text_entropy
+from moe_train.data.microbatches import DynamicCut, FixedCut, StepCut
 from moe_train.data.share import Share
-from moe_train.data.source import TokenSource, WindowSource
+from moe_train.data.source import SequenceSource, TokenSource
 from moe_train.data.tokenizer import ByteTokenizer
 from moe_train.data.tokens import TokenSplit
 from moe_train.errors import MoeTrainError
@@ -53,13 +58,13 @@ class Data:
     Attributes:
         tokenizer: text to tokens and back.
         train: endless, shuffled batches.
-        valid: the held-out windows in the order of the text.
+        valid: the held-out sequences in the order of the text.
         entropy: of the whole corpus.
     """
 
     tokenizer: ByteTokenizer
     train: TokenSource
-    valid: WindowSource
+    valid: SequenceSource
     entropy: TextEntropy
 
 
@@ -72,7 +77,8 @@ class Training:
         stages: of the pipeline.
         schedule: in which order a rank of it works.
         router_names: of all layers with a router, in the order of their statistics.
-        share: which sequences of a batch this rank works on.
+        share: which sequences of a batch this rank works on where each has a row of its own.
+        cut: which sequences of a training step it works on, in which microbatches.
         tokens: which tokens of them.
         model: its parameters belong to the engine.
         engine: gradients in, weights out.
@@ -87,6 +93,7 @@ class Training:
     schedule: Schedule
     router_names: tuple[str, ...]
     share: Share
+    cut: StepCut
     tokens: TokenSplit
     data: Data
     model: CausalModel
@@ -143,6 +150,8 @@ def assemble(config: TrainConfig, groups: Groups | None = None, data: Data | Non
     here = [name for name, _ in model.named_parameters()]
     keep_internal = [p for p in family.internal_parameters if any(fnmatchcase(name, p) for name in here)]
     engine = build_engine(config.memory, config.optim, groups, compute_dtype=dtype, keep_internal=keep_internal)
+    share = Share(rank=groups.rank("dp"), ranks=groups.size("dp"), unit=config.train.balance_sequences)
+    costs = family.costs(config.model, data.tokenizer.vocab_size)
     return Training(
         config=config,
         device=device,
@@ -150,14 +159,15 @@ def assemble(config: TrainConfig, groups: Groups | None = None, data: Data | Non
         stages=stages,
         schedule=schedule_of(config.parallel),
         router_names=router_names,
-        share=Share(rank=groups.rank("dp"), ranks=groups.size("dp"), unit=config.train.balance_sequences),
+        share=share,
+        cut=step_cut(config, groups, share, costs.sequence_work()),
         tokens=TokenSplit(groups),
         data=data,
         cross_entropy=parts.cross_entropy,
         model=cast(CausalModel, engine.wrap(model, {name: specs[name] for name in here})),
         engine=engine,
         dtype=internal_dtype(dtype),
-        costs=family.costs(config.model, data.tokenizer.vocab_size),
+        costs=costs,
     )
 
 
@@ -172,12 +182,27 @@ def check_patterns(patterns: Sequence[str], names: Iterable[str]) -> None:
 
 
 def attention_core(parallel: ParallelConfig, groups: Groups) -> AttentionCore:
-    """Attention over whole rows, or over rows that the ranks of `cp` share."""
-    if groups.size("cp") == 1:
+    """Attention over whole rows, or over rows that several ranks share."""
+    if groups.size("cp") == 1 and parallel.dynamic_cp_tokens is None:
         return LocalAttention()
     if parallel.cp_kind != "hierarchical":
         return context_attention(parallel.cp_kind)
     return context_attention(parallel.cp_kind, inner=groups.group("cp_inner"), outer=groups.group("cp_outer"))
+
+
+def step_cut(config: TrainConfig, groups: Groups, share: Share, work: SequenceWork) -> StepCut:
+    """How steps are cut into microbatches."""
+    rank_tokens = config.parallel.dynamic_cp_tokens
+    if rank_tokens is None:
+        return FixedCut(share=share, ranks=groups.size("cp"), size=config.train.microbatch_sequences, work=work)
+    return DynamicCut(
+        rank=groups.rank("cp", "dp"),
+        ranks=groups.size("cp", "dp"),
+        rank_slots=rank_tokens,
+        slot_multiple=groups.size("tp"),
+        least_microbatches=groups.size("pp"),
+        work=work,
+    )
 
 
 def target_losses(groups: Groups, vocab_size: int) -> CrossEntropy:
@@ -200,24 +225,24 @@ def load_data(config: TrainConfig) -> Data:
     tokenizer = ByteTokenizer()
     tokens = tokenizer.encode_documents(load_documents(config.data.corpus))
     split = tokens.size - int(tokens.size * config.data.valid_fraction)
-    length = config.data.sequence_length
-    end = tokenizer.end_of_document if config.data.separate_documents else None
+    end = tokenizer.end_of_document
+    kind, longest = config.data.sequences, config.data.sequence_length
+
+    def source(part: npt.NDArray[np.int32], batch_sequences: int, seed: int | None) -> SequenceSource:
+        return SequenceSource(
+            part,
+            cut(part, kind, longest=longest, end_of_document=end),
+            row_slots=longest if kind == "windows" else None,
+            batch_sequences=batch_sequences,
+            seed=seed,
+            end_of_document=end if config.data.separate_documents or kind != "windows" else None,
+            separate_documents=config.data.separate_documents,
+        )
+
     return Data(
         tokenizer=tokenizer,
-        train=WindowSource(
-            tokens[:split],
-            sequence_length=length,
-            batch_sequences=config.train.global_batch_sequences,
-            seed=config.data.seed,
-            end_of_document=end,
-        ),
-        valid=WindowSource(
-            tokens[split:],
-            sequence_length=length,
-            batch_sequences=config.train.valid_sequences,
-            seed=None,
-            end_of_document=end,
-        ),
+        train=source(tokens[:split], config.train.global_batch_sequences, config.data.seed),
+        valid=source(tokens[split:], config.train.valid_sequences, None),
         entropy=text_entropy(tokens, tokenizer.vocab_size),
     )
 

@@ -87,7 +87,7 @@ class MicrobatchChoices:
         if self.part is not None:
             ids_TK = self.part.whole(ids_TK)
             ids_TK = ids_TK.view(*self.part.shape, -1)[:, : self.slots].flatten(0, 1)
-            if self.part.groups.rank("tp", "cp") > 0:
+            if self.part.groups.rank("tp", self.part.axis) > 0:
                 return
         size = len(self.sequences) * self.slots
         if size:

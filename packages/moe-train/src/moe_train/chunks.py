@@ -15,6 +15,7 @@ from moe_parallel.pipeline.runtime import run_forward
 from moe_parallel.pipeline.weight_work import WeightWork
 from moe_train.assemble import Training
 from moe_train.data.batch import Batch
+from moe_train.data.microbatches import Microbatch
 from moe_train.data.tokens import TokenPart
 from moe_train.models.statistics import RouterStatistics
 from moe_train.scale import MicrobatchScale
@@ -46,7 +47,7 @@ class StageChunk:
     losses: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
 
-def build_chunks(training: Training, microbatches: Sequence[Batch], weights: Weights) -> list[StageChunk]:
+def build_chunks(training: Training, microbatches: Sequence[Microbatch], weights: Weights) -> list[StageChunk]:
     """The chunks of this rank for the microbatches of a step; with weights None the last one returns logits [T, V]."""
     stages = training.stages.on_rank(training.groups.rank("pp"))
     segments = [training.model.segments(stage) for stage in stages]
@@ -74,15 +75,16 @@ def microbatch_logits(training: Training, batch: Batch) -> tuple[Batch, Tensor |
 
     Collective over the ranks that share the rows and those of the pipeline.
     """
-    chunks = build_chunks(training, [batch], lambda *_: None)
+    microbatch = Microbatch(batch=batch)
+    chunks = build_chunks(training, [microbatch], lambda *_: None)
     logits_TV = run_forward([chunk.passes for chunk in chunks], messages_of(training))
-    return _here(training, batch)[0], logits_TV
+    return _here(training, microbatch)[0], logits_TV
 
 
-def _here(training: Training, batch: Batch) -> tuple[Batch, TokenPart, Batch]:
+def _here(training: Training, microbatch: Microbatch) -> tuple[Batch, TokenPart, Batch]:
     """This rank's tokens of a microbatch, which part they are, and the whole rows."""
-    whole = training.tokens.padded(batch).to(training.device)
-    part = training.tokens.of(whole)
+    whole = training.tokens.padded(microbatch.batch, microbatch.axis).to(training.device)
+    part = training.tokens.of(whole, microbatch.axis)
     return whole.each(part.rows), part, whole
 
 
@@ -90,7 +92,7 @@ def _chunk(
     training: Training,
     stage: Stage,
     parts: Sequence[Segment[Any]],
-    microbatches: Sequence[Batch],
+    microbatches: Sequence[Microbatch],
     weights: Weights,
 ) -> StageChunk:
     found = StageChunk()

@@ -20,9 +20,9 @@ def validation_loss(training: Training, sequences: int) -> float:
     # Sum of losses and number of targets.
     totals = torch.zeros(2, dtype=torch.float64)
     while remaining > 0:
-        size = training.share.ranks * training.config.train.microbatch_sequences
-        batch = source.next_batch(training.share, at_most=min(size, remaining))
-        remaining -= min(size, remaining)
+        size = min(training.share.ranks * training.config.train.microbatch_sequences, remaining)
+        batch = source.next_batch(training.share.rows(size), at_most=size)
+        remaining -= size
         here, logits_TV = microbatch_logits(training, batch)
         if logits_TV is None:
             continue

@@ -16,6 +16,7 @@ from moe_train.assemble import Training, assemble
 from moe_train.choices import StepChoices, load_choices, save_choices
 from moe_train.config.tree import TrainConfig
 from moe_train.data.corpus import CORPORA
+from moe_train.data.microbatches import StepTokens, next_step
 from moe_train.errors import MoeTrainError
 from moe_train.evaluate import validation_loss
 from moe_train.generate import generate_text
@@ -76,11 +77,15 @@ def _steps(
     began, first_step = time.perf_counter(), progress.step
     while progress.step < config.train.steps:
         started = time.perf_counter()
-        batch = training.data.train.next_batch(training.share)
+        tokens = next_step(training.data.train, training.cut)
         choices = _choices(training, progress.step + 1)
         with memory.phase("step"):
             result = run_step(
-                training, batch, updates=progress.updates, window=_window(training, progress), choices=choices
+                training,
+                tokens.microbatches,
+                updates=progress.updates,
+                window=_window(training, progress),
+                choices=choices,
             )
         if config.observe.record_choices and choices is not None:
             rank = training.groups.rank("world")
@@ -88,7 +93,7 @@ def _steps(
         _advance(training, progress, result)
         now = time.perf_counter()
         eta = (now - began) / (progress.step - first_step) * (config.train.steps - progress.step)
-        record = _record(training, progress, result, now - started, memory.peaks_bytes["step"], eta)
+        record = _record(training, progress, tokens, result, now - started, memory.peaks_bytes["step"], eta)
         load = LoadRecord(step=progress.step, counts=result.statistics.counts.tolist())
         for sink in sinks:
             sink.write(record)
@@ -150,6 +155,7 @@ def _advance(training: Training, progress: Progress, result: StepResult) -> None
 def _record(
     training: Training,
     progress: Progress,
+    tokens: StepTokens,
     result: StepResult,
     step_seconds: float,
     peak_bytes: int,
@@ -157,7 +163,7 @@ def _record(
 ) -> StepRecord:
     statistics = result.statistics
     counts_LE = statistics.counts.to(torch.float64)
-    rate = result.scale.num_tokens / step_seconds
+    flops = sum(length * training.costs.flops_matmul(length) for length in tokens.lengths_N.tolist())
     return StepRecord(
         step=progress.step,
         loss=result.loss,
@@ -175,8 +181,9 @@ def _record(
         tokens=progress.tokens,
         skipped=result.skipped,
         step_seconds=step_seconds,
-        tokens_per_second=rate,
-        flops_per_second=rate * training.costs.flops_matmul(training.config.data.sequence_length),
+        tokens_per_second=result.scale.num_tokens / step_seconds,
+        flops_per_second=flops / step_seconds,
+        work_balance=tokens.work_balance,
         memory_peak_bytes=peak_bytes,
         eta_seconds=eta_seconds,
     )

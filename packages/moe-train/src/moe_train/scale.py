@@ -12,7 +12,7 @@ Shape legend: B sequences, S slots per sequence, T = B*S tokens of an execution 
 G segments (documents of a row, or rows where documents are not kept apart), L layers with a router, E experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -96,7 +96,7 @@ class MicrobatchScale:
 
     def of(self, part: TokenPart) -> "MicrobatchScale":
         """The same for the tokens of this rank, from that for whole rows."""
-        routing, group = self.routing, part.groups.group("tp", "cp")
+        routing, group = self.routing, part.groups.group("tp", part.axis)
         return MicrobatchScale(
             target_weight_T=part.held(self.target_weight_T),
             ahead=tuple(
@@ -119,8 +119,15 @@ class MicrobatchScale:
 class TargetCount:
     """How many targets a step has over all ranks, and how many balance microbatches hold one."""
 
-    targets: int
-    balance: int
+    targets: int = 0
+    balance: int = 0
+
+    def plus(self, mask_BS: Tensor, balance_B: Tensor) -> "TargetCount":
+        """And those of more rows, which belong to these balance microbatches."""
+        target_B = mask_BS.sum(1)
+        return TargetCount(
+            targets=self.targets + int(target_B.sum()), balance=self.balance + _occupied(balance_B, target_B)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +141,6 @@ class StepScale:
         num_segments: S, segments with a valid token.
         num_balance: M, balance microbatches with a valid token.
         balance_sequences: B, sequences of a balance microbatch.
-        row_segments: most segments of a row here; a shape, not a count of the step.
         loss_norm: `token`: every token weighs the same; `microbatch`: mean over balance microbatches of their means.
     """
 
@@ -144,44 +150,54 @@ class StepScale:
     num_segments: int
     num_balance: int
     balance_sequences: int
-    row_segments: int
     loss_norm: Literal["token", "microbatch"]
 
     @classmethod
     def count(
-        cls, batch: Batch, *, balance_sequences: int, loss_norm: Literal["token", "microbatch"], depths: int = 0
+        cls,
+        batches: Sequence[Batch],
+        *,
+        balance_sequences: int,
+        loss_norm: Literal["token", "microbatch"],
+        depths: int = 0,
     ) -> "StepScale":
-        """Count a batch, or one rank's share of it (`over`). Reads the masks on the host, once per step.
+        """Count execution microbatches, all of a step or those of one rank (`over`). Reads the masks on the host, once
+        per step.
 
         `depths` is the number of tokens that are predicted beyond the next one.
         """
-        valid_B = batch.valid_BS.sum(1)
-        balance_B = torch.arange(batch.num_sequences, device=valid_B.device) // balance_sequences
-
-        def targets(mask_BS: Tensor) -> TargetCount:
-            target_B = mask_BS.sum(1)
-            return TargetCount(targets=int(target_B.sum()), balance=_occupied(balance_B, target_B))
-
-        row_segments = 1 if batch.document_BS is None else int(batch.document_BS.max()) + 1
-        segment_T, num_segments = _segments(batch, row_segments), batch.num_sequences * row_segments
-        held_G = _sum_by(batch.valid_BS.reshape(-1), segment_T, num_segments, torch.int64)
+        targets, ahead = TargetCount(), [TargetCount() for _ in range(depths)]
+        num_tokens = num_segments = num_balance = 0
+        for batch in batches:
+            valid_B = batch.valid_BS.sum(1)
+            balance_B = torch.arange(batch.num_sequences, device=valid_B.device) // balance_sequences
+            targets = targets.plus(batch.target_mask_BS, balance_B)
+            ahead = [
+                count.plus(batch.ahead(depth).target_mask_BS, balance_B) for depth, count in enumerate(ahead, start=1)
+            ]
+            num_tokens += int(valid_B.sum())
+            num_balance += _occupied(balance_B, valid_B)
+            row_segments = most_segments(batch)
+            segment_T = _segments(batch, row_segments)
+            held_G = _sum_by(batch.valid_BS.reshape(-1), segment_T, batch.num_sequences * row_segments, torch.int64)
+            num_segments += int((held_G > 0).sum())
         return cls(
-            targets=targets(batch.target_mask_BS),
-            ahead=tuple(targets(batch.ahead(depth + 1).target_mask_BS) for depth in range(depths)),
-            num_tokens=int(valid_B.sum()),
-            num_segments=int((held_G > 0).sum()),
-            num_balance=_occupied(balance_B, valid_B),
+            targets=targets,
+            ahead=tuple(ahead),
+            num_tokens=num_tokens,
+            num_segments=num_segments,
+            num_balance=num_balance,
             balance_sequences=balance_sequences,
-            row_segments=row_segments,
             loss_norm=loss_norm,
         )
 
     def over(self, groups: Groups) -> "StepScale":
-        """The counts of the whole step from those of each rank's share. Collective over `dp`; on the host.
+        """The counts of the whole step from those of each rank's share. Collective over `cp` and `dp`; on the host.
 
-        Shares consist of whole balance microbatches, so every count is a sum.
+        Of the ranks that share rows only one may have counted them. Shares consist of whole balance microbatches, so
+        every count is a sum.
         """
-        group = groups.group("dp")
+        group = groups.group("cp", "dp")
         if group is None:
             return self
         names = ("num_tokens", "num_segments", "num_balance")
@@ -201,18 +217,21 @@ class StepScale:
         dtype: torch.dtype,
         window: LoadWindow | None = None,
         choices: MicrobatchChoices | None = None,
+        row_segments: int | None = None,
     ) -> MicrobatchScale:
         """Weights for the whole rows of an execution microbatch, in the given (internal) dtype.
 
+        The host reads `row_segments` (`most_segments`) from the batch unless it is given.
         It must start at a multiple of `balance_sequences` of the global order, so that it holds whole balance
         microbatches. Terms that do not exist (no target, no token) get weight zero, never a division by zero.
         """
         rows, slots = batch.token_BS.shape
+        row_segments = most_segments(batch) if row_segments is None else row_segments
         row_T = torch.arange(rows, device=batch.token_BS.device).repeat_interleave(slots)
         balance_T = row_T // self.balance_sequences
         num_balance = -(-rows // self.balance_sequences)
         valid_T = batch.valid_BS.reshape(-1)
-        segment_T, num_segments = _segments(batch, self.row_segments), rows * self.row_segments
+        segment_T, num_segments = _segments(batch, row_segments), rows * row_segments
 
         valid_M = _sum_by(valid_T, balance_T, num_balance, dtype)
         held_G = _sum_by(valid_T, segment_T, num_segments, dtype) > 0
@@ -221,7 +240,7 @@ class StepScale:
             segment_weight_G = held_G.to(dtype) / max(self.num_segments, 1)
         else:
             token_weight_T = valid_T / (max(self.num_balance, 1) * valid_M.clamp(min=1))[balance_T]
-            row_G = torch.arange(num_segments, device=valid_T.device) // self.row_segments
+            row_G = torch.arange(num_segments, device=valid_T.device) // row_segments
             balance_G = row_G // self.balance_sequences
             segments_M = _sum_by(held_G, balance_G, num_balance, dtype)
             segment_weight_G = held_G / (max(self.num_balance, 1) * segments_M.clamp(min=1))[balance_G]
@@ -252,6 +271,11 @@ class StepScale:
                 for part, count in zip(ahead, self.ahead, strict=True)
             ),
         )
+
+
+def most_segments(batch: Batch) -> int:
+    """Most documents of a row; 1 where a row is one document. Reads the host."""
+    return 1 if batch.document_BS is None else int(batch.document_BS.max()) + 1
 
 
 def _segments(batch: Batch, row_segments: int) -> Tensor:

@@ -3,7 +3,7 @@
 Shape legend: L layers, E experts.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import isfinite
@@ -19,8 +19,9 @@ from moe_train.assemble import Training
 from moe_train.choices import StepChoices
 from moe_train.chunks import build_chunks, messages_of
 from moe_train.data.batch import Batch
+from moe_train.data.microbatches import Microbatch
 from moe_train.models.statistics import RouterStatistics
-from moe_train.scale import LoadWindow, MicrobatchScale, StepScale
+from moe_train.scale import LoadWindow, MicrobatchScale, StepScale, most_segments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,19 +48,23 @@ class StepResult:
 
 
 def forward_backward(
-    training: Training, batch: Batch, scale: StepScale, window: LoadWindow | None, choices: StepChoices | None = None
+    training: Training,
+    microbatches: Sequence[Microbatch],
+    scale: StepScale,
+    window: LoadWindow | None,
+    choices: StepChoices | None = None,
 ) -> tuple[dict[str, Tensor], RouterStatistics]:
-    """Add the gradients of this rank's share of a global batch; returns its part of statistics and losses by name.
+    """Add the gradients of this rank's share of a step; returns its part of statistics and losses by name.
 
     The loss is called `loss`; there are further terms of it that the model attached, without coefficient.
 
     Microbatches go through the layers as the schedule says; gradients are reported to the engine layer by layer.
     """
-    microbatches = batch.microbatches(training.config.train.microbatch_sequences)
 
     def weights(index: int, whole: Batch) -> MicrobatchScale:
-        repeated = None if choices is None else choices.of(microbatches[index])
-        return scale.microbatch(whole, training.dtype, window, repeated)
+        batch = microbatches[index].batch
+        repeated = None if choices is None else choices.of(batch)
+        return scale.microbatch(whole, training.dtype, window, repeated, row_segments=most_segments(batch))
 
     chunks = build_chunks(training, microbatches, weights)
     schedule, groups = training.schedule, training.groups
@@ -86,14 +91,14 @@ def forward_backward(
 
 def run_step(
     training: Training,
-    batch: Batch,
+    microbatches: Sequence[Microbatch],
     *,
     updates: int,
     window: LoadWindow | None,
     choices: StepChoices | None = None,
     inspect: Callable[[], None] | None = None,
 ) -> StepResult:
-    """Run one optimizer step on this rank's share of a global batch. Collective; the result is the same on all ranks.
+    """Run one optimizer step on this rank's microbatches. Collective; the result is the same on all ranks.
 
     The host reads the loss and the norm, once each.
 
@@ -106,14 +111,16 @@ def run_step(
     config = training.config
     training.model.train()
     train = config.train
+    # Ranks that share rows count them once.
+    counted = [part.batch for part in microbatches if training.groups.rank(part.axis) == 0]
     here = StepScale.count(
-        batch,
+        counted,
         balance_sequences=train.balance_sequences,
         loss_norm=train.loss_norm,
         depths=training.model.depths,
     )
     scale = here.over(training.groups)
-    losses_here, statistics_here = forward_backward(training, batch, scale, window, choices)
+    losses_here, statistics_here = forward_backward(training, microbatches, scale, window, choices)
     if inspect is not None:
         inspect()
     statistics, sums = statistics_here.summed(torch.stack(list(losses_here.values())), training.groups)

@@ -14,7 +14,9 @@ from moe_parallel import AxisGroups, LocalAttention
 from moe_train import assemble
 from moe_train.config.load import load_config
 from moe_train.config.tree import TrainConfig
+from moe_train.data.batch import Batch
 from moe_train.data.corpus import load_documents
+from moe_train.data.microbatches import Microbatch, whole_rows
 from moe_train.models.config import DecoderConfig
 from moe_train.models.decoder import Decoder
 from moe_train.models.spec import ModelParts
@@ -86,3 +88,8 @@ def small_model(config: DecoderConfig, vocab_size: int, dtype: torch.dtype, reco
         dtype=dtype,
     )
     return Decoder(config, vocab_size, parts)
+
+
+def microbatches(training: assemble.Training, batch: Batch) -> list[Microbatch]:
+    """The rows of a batch as a training cuts them."""
+    return whole_rows(batch, training.config.train.microbatch_sequences)

@@ -7,6 +7,7 @@ program. Every second step is ragged: some sequences are short, some targets mas
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations_with_replacement, product
 from typing import Any, Literal, get_args
 
@@ -19,14 +20,12 @@ from moe_parallel import FoldedMesh, ParallelConfig, ParallelLayout, run_distrib
 from moe_parallel.config import CpKind, ScheduleName
 from moe_parallel.testing import legal_layouts
 from moe_train.assemble import Data, assemble, load_data
-from moe_train.config.checks import mesh_of
+from moe_train.config.checks import layout_problems, mesh_of
 from moe_train.config.tree import TrainConfig
 from moe_train.data.batch import Batch
-from moe_train.data.tokenizer import ByteTokenizer
+from moe_train.data.microbatches import next_step
 from moe_train.errors import MoeTrainError
 from moe_train.models.bias import bias_tensors
-from moe_train.models.stages import schedule_of
-from moe_train.plugins import MODELS
 from moe_train.scale import LoadWindow
 from moe_train.step import run_step
 
@@ -82,8 +81,10 @@ class Case:
         found: dict[str, int | str] = {axis: self.layout.size(axis) for axis in AXES}
         if self.parallel.tp > 1:
             found["sequence"] = "split" if self.parallel.sequence_parallel else "whole"
-        if self.parallel.cp > 1:
+        if self.parallel.cp > 1 or self.parallel.dynamic_cp_tokens is not None:
             found["cp_kind"] = self.parallel.cp_kind
+        if self.parallel.dynamic_cp_tokens is not None:
+            found["context"] = "dynamic"
         if self.parallel.pp > 1 or self.parallel.vpp > 1:
             found |= {"schedule": self.parallel.schedule, "vpp": self.parallel.vpp}
         return {**found, "engine": self.engine, "microbatch": self.microbatch_sequences}
@@ -152,8 +153,8 @@ def cases(config: TrainConfig, world: int) -> list[Case]:
 
 def _ways(config: TrainConfig, layout: ParallelLayout) -> Iterator[tuple[Engine, ParallelConfig]]:
     """All that is legal beside the degrees."""
-    family = MODELS.get(config.model.kind)
-    kinds: tuple[CpKind, ...] = get_args(CpKind) if layout.cp > 1 else ("ring",)
+    shared = layout.cp if config.parallel.dynamic_cp_tokens is None else layout.cp * layout.dp
+    kinds: tuple[CpKind, ...] = get_args(CpKind) if shared > 1 else ("ring",)
     splits = (True, False) if layout.tp > 1 else (True,)
     orders = _ORDERS if layout.pp > 1 else _ORDERS[:1]
     for engine, split, kind, (schedule, vpp) in product(ENGINES, splits, kinds, orders):
@@ -170,9 +171,8 @@ def _ways(config: TrainConfig, layout: ParallelLayout) -> Iterator[tuple[Engine,
             schedule=schedule,
             vpp=vpp,
         )
-        if engine == "fsdp" and schedule_of(parallel).splits_backward:
-            continue
-        if not family.problems(config.model, ByteTokenizer().vocab_size, parallel) and not parallel.problems():
+        changed = replace(config, parallel=parallel, memory=replace(config.memory, data_parallel=engine))
+        if not parallel.problems() and not layout_problems(changed, layout):
             yield engine, parallel
 
 
@@ -248,7 +248,7 @@ def _run(config: TrainConfig, case: Case, data: Data, steps: int, timeout_s: flo
     def on_rank(mesh: FoldedMesh) -> tuple[list[float], list[_Part], list[_Part]]:
         return _train(config, mesh, data, steps)
 
-    ranks = run_distributed(case.layout, on_rank, timeout_s=timeout_s, limit_s=_LIMIT_S, **mesh_of(config))
+    ranks = run_distributed(case.layout, on_rank, timeout_s=timeout_s, limit_s=_LIMIT_S, **mesh_of(config, case.layout))
     losses = ranks[0][0]
     if any(other[0] != losses for other in ranks):
         raise MoeTrainError(f"{case}: ranks disagree on the loss: {[other[0] for other in ranks]}")
@@ -285,9 +285,9 @@ def _train(
 
     window: LoadWindow | None = None
     for number in range(steps):
-        batch = training.data.train.next_batch(training.share)
-        batch = ragged(batch, number) if number % 2 else batch
-        result = run_step(training, batch, updates=number, window=window, inspect=keep_gradients)
+        change = partial(ragged, step=number) if number % 2 else None
+        tokens = next_step(training.data.train, training.cut, change)
+        result = run_step(training, tokens.microbatches, updates=number, window=window, inspect=keep_gradients)
         if result.skipped:
             raise MoeTrainError(f"step {number + 1} had a loss of {result.loss}, norm {result.gradient_norm}")
         losses.append(result.loss)
@@ -303,8 +303,8 @@ def _owned(tensors: Iterable[StateTensor]) -> Iterator[_Part]:
 
 def ragged(batch: Batch, step: int) -> Batch:
     """The batch with every third sequence cut short and every fourth without some targets, by their global number."""
-    rows, slots = batch.token_BS.shape
-    number_B = batch.first_sequence + torch.arange(rows) + step
+    slots = batch.token_BS.shape[1]
+    number_B = batch.token_index_BS[:, 0] // slots + step
     length_B = torch.where(number_B % 3 == 0, number_B * 5 % slots, slots)
     valid_BS = batch.valid_BS & (torch.arange(slots) < length_B[:, None])
     masked_BS = (number_B % 4 == 1)[:, None] & (torch.arange(slots) % 5 < 3)

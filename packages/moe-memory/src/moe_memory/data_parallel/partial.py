@@ -37,7 +37,8 @@ def sum_partial(gradients: Iterable[tuple[Tensor, tuple[str, ...]]], groups: Gro
             flat = part[0] if len(part) == 1 else torch.cat([tensor.flatten() for tensor in part])
             sums.append((part, all_reduce(flat.contiguous(), group)))
     for part, pending in sums:
-        total = pending.wait().flatten()
-        for tensor, summed in zip(part, torch.split(total, [tensor.numel() for tensor in part]), strict=True):
-            if tensor.data_ptr() != summed.data_ptr():
-                tensor.copy_(summed.view(tensor.shape))
+        total = pending.wait()
+        if total is part[0]:  # a single one, which was contiguous
+            continue
+        for tensor, summed in zip(part, torch.split(total.flatten(), [t.numel() for t in part]), strict=True):
+            tensor.copy_(summed.view(tensor.shape))

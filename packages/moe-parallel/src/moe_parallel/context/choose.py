@@ -2,7 +2,7 @@
 
 from torch.distributed import ProcessGroup
 
-from moe_parallel.attention import AttentionCore
+from moe_parallel.context.core import ContextAttention
 from moe_parallel.context.gather import GatherAttention
 from moe_parallel.context.hierarchical import HierarchicalAttention
 from moe_parallel.context.ring import RingAttention
@@ -13,7 +13,7 @@ from moe_parallel.errors import MoeParallelError
 
 def context_attention(
     kind: str, *, inner: ProcessGroup | None = None, outer: ProcessGroup | None = None
-) -> AttentionCore:
+) -> ContextAttention:
     """The core for `ring`, `all_to_all`, `gather` or `hierarchical`; all take their group from the split of the rows.
 
     Args:
@@ -32,7 +32,7 @@ def context_attention(
         return HierarchicalAttention(inner, outer)
     if inner is not None or outer is not None:
         raise MoeParallelError(f"{kind} context parallelism has no inner and outer group; only hierarchical has")
-    cores: dict[str, type[RingAttention] | type[AllToAllAttention] | type[GatherAttention]] = {
+    cores: dict[str, type[ContextAttention]] = {
         "ring": RingAttention,
         "all_to_all": AllToAllAttention,
         "gather": GatherAttention,

@@ -10,42 +10,25 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_parallel.attention import LocalAttention, check_attention
+from moe_parallel.attention.blocks import Attended, PartialAttention, attend, attend_backward
+from moe_parallel.attention.tiles import tiles_of
 from moe_parallel.collectives import all_gather, reduce_scatter
-from moe_parallel.context.blocks import Attended, PartialAttention, attend, attend_backward, internal
-from moe_parallel.context.tiles import tiles_of
-from moe_parallel.sequence import ContextSplit, SequenceInfo
+from moe_parallel.context.core import ContextAttention
+from moe_parallel.precision import internal_dtype
+from moe_parallel.sequence import ContextSplit
 
 
-class GatherAttention:
-    """Attention with one all-gather of keys and values, and one reduce-scatter of their gradients; an `AttentionCore`.
+class GatherAttention(ContextAttention):
+    """Attention with one all-gather of keys and values, and one reduce-scatter of their gradients.
 
     Fewer and larger messages than a ring, for the memory of all keys and values of a layer; they are gathered again in
-    the backward, not kept for it. A rank begins with its own keys while the others arrive. Rows that are not split are
-    attended to locally.
+    the backward, not kept for it. A rank begins with its own keys while the others arrive.
     """
 
-    def __call__(
-        self,
-        q_BSHD: Tensor,
-        k_BSGD: Tensor,
-        v_BSGV: Tensor,
-        info: SequenceInfo,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
+    def attend_shared(
+        self, q_BSHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, split: ContextSplit, scale: float, window: int | None
     ) -> Tensor:
-        """out_BSHV, as `AttentionCore`; collective over the group of the split, in forward and backward.
-
-        Raises:
-            MoeParallelError: H is not a multiple of G, or a window in which a token does not see itself.
-            CollectiveError: a peer died or did not come in time; the message names the group.
-        """
-        if info.context is None:
-            return LocalAttention()(q_BSHD, k_BSGD, v_BSGV, info, scale=scale, window=window)
-        check_attention(q_BSHD, k_BSGD, window)
-        scale = q_BSHD.shape[3] ** -0.5 if scale is None else scale
-        out_BSHV: Tensor = _Gather.apply(q_BSHD, k_BSGD, v_BSGV, info.context, scale, window)  # type: ignore[no-untyped-call]
+        out_BSHV: Tensor = _Gather.apply(q_BSHD, k_BSGD, v_BSGV, split, scale, window)  # type: ignore[no-untyped-call]
         return out_BSHV
 
 
@@ -62,7 +45,7 @@ class _Gather(torch.autograd.Function):
     ) -> Tensor:
         rank, ranks = split.group.rank(), split.group.size()
         features = [k_BSGD.shape[3], v_BSGV.shape[3]]
-        tiles = tiles_of(split, rank, window, q_BSHD.device)
+        tiles = tiles_of(split).of(rank, window, q_BSHD.device)
         coming = all_gather(torch.cat([k_BSGD, v_BSGV], dim=3), split.group)
         partial = PartialAttention(q_BSHD, features[1])
         attend(q_BSHD, k_BSGD, v_BSGV, tiles[rank], scale, partial)
@@ -82,7 +65,7 @@ class _Gather(torch.autograd.Function):
         q_BSHD, k_BSGD, v_BSGV, out_BSHV, lse_BHS = ctx.saved_tensors
         rank, ranks = ctx.group.rank(), ctx.group.size()
         features = [k_BSGD.shape[3], v_BSGV.shape[3]]
-        wide = internal(q_BSHD.dtype)
+        wide = internal_dtype(q_BSHD.dtype)
         kv_BSGF = torch.cat([k_BSGD, v_BSGV], dim=3)
         coming = all_gather(kv_BSGF, ctx.group)
         dq_BSHD = torch.zeros_like(q_BSHD, dtype=wide, memory_format=torch.contiguous_format)

@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from moe_parallel.collectives import all_to_all
-from moe_parallel.context.blocks import internal
 from moe_parallel.pending import Pending
+from moe_parallel.precision import internal_dtype
 
 
 class HeadExchange:
@@ -98,4 +98,4 @@ class _ToSlots(torch.autograd.Function):
 def _add_copies(x_BSHF: Tensor, copies: int) -> Tensor:
     if copies == 1:
         return x_BSHF
-    return torch.unflatten(x_BSHF.to(internal(x_BSHF.dtype)), 2, (-1, copies)).sum(3).to(x_BSHF.dtype)
+    return torch.unflatten(x_BSHF.to(internal_dtype(x_BSHF.dtype)), 2, (-1, copies)).sum(3).to(x_BSHF.dtype)

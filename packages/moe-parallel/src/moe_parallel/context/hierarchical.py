@@ -12,51 +12,36 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_parallel.attention import LocalAttention, check_attention
 from moe_parallel.collectives import describe_group
+from moe_parallel.context.core import ContextAttention
 from moe_parallel.context.head_exchange import HeadExchange
-from moe_parallel.context.ring import ring_attention
+from moe_parallel.context.ring import RingAttention
 from moe_parallel.context.rules import check_heads
-from moe_parallel.context.tiles import once_per_split
 from moe_parallel.errors import MoeParallelError
-from moe_parallel.sequence import ContextSplit, SequenceInfo
+from moe_parallel.sequence import ContextSplit, once_per_microbatch
 
 
-class HierarchicalAttention:
-    """Attention with all-to-alls inside the inner group and a ring over the outer group; an `AttentionCore`.
+class HierarchicalAttention(ContextAttention):
+    """Attention with all-to-alls inside the inner group and a ring over the outer group.
 
     Rank `i + I * o` of the group of the split is rank i of its inner and rank o of its outer group, as on the axes
-    `cp_inner` and `cp_outer` of `FoldedMesh`. Rows that are not split are attended to locally.
+    `cp_inner` and `cp_outer` of `FoldedMesh`.
+
+    Raises:
+        MoeParallelError: when it is called, heads cannot be shared out to the inner ranks, or the groups are not inner
+            and outer groups of that of the split.
     """
 
     def __init__(self, inner: ProcessGroup, outer: ProcessGroup) -> None:
-        self._inner, self._outer = inner, outer
+        self._inner, self._outer, self._ring = inner, outer, RingAttention()
 
-    def __call__(
-        self,
-        q_BSHD: Tensor,
-        k_BSGD: Tensor,
-        v_BSGV: Tensor,
-        info: SequenceInfo,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
+    def attend_shared(
+        self, q_BSHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, split: ContextSplit, scale: float, window: int | None
     ) -> Tensor:
-        """out_BSHV, as `AttentionCore`; collective over the group of the split, in forward and backward.
-
-        Raises:
-            MoeParallelError: heads cannot be shared out to the inner ranks, a window in which a token does not see
-                itself, or the groups are not inner and outer groups of that of the split.
-            CollectiveError: a peer died or did not come in time; the message names the group.
-        """
-        split = info.context
-        if split is None:
-            return LocalAttention()(q_BSHD, k_BSGD, v_BSGV, info, scale=scale, window=window)
-        check_attention(q_BSHD, k_BSGD, window)
         check_heads("all_to_all", q_BSHD.shape[2], k_BSGD.shape[2], ranks=self._inner.size())
-        exchange, outer = once_per_split(split, (self._inner, self._outer), lambda: self._two_levels(split))
+        exchange, outer = once_per_microbatch(split, (self._inner, self._outer), lambda: self._two_levels(split))
         q, k, v = exchange.to_heads(q_BSHD, k_BSGD, v_BSGV)
-        return exchange.to_slots(ring_attention(q, k, v, outer, scale, window))
+        return exchange.to_slots(self._ring.attend_shared(q, k, v, outer, scale, window))
 
     def _two_levels(self, split: ContextSplit) -> tuple[HeadExchange, ContextSplit]:
         """The exchange inside, and the split over the outer group of the slots that inner ranks hold together."""

@@ -14,50 +14,26 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_parallel.attention import LocalAttention, check_attention
-from moe_parallel.context.blocks import Attended, PartialAttention, attend, attend_backward, internal
-from moe_parallel.context.tiles import tiles_of
+from moe_parallel.attention.blocks import Attended, PartialAttention, attend, attend_backward
+from moe_parallel.attention.tiles import tiles_of
+from moe_parallel.context.core import ContextAttention
 from moe_parallel.point_to_point import shift
-from moe_parallel.sequence import ContextSplit, SequenceInfo
+from moe_parallel.precision import internal_dtype
+from moe_parallel.sequence import ContextSplit
 
 
-class RingAttention:
-    """Attention with C - 1 exchanges of keys and values between neighbours; an `AttentionCore`.
+class RingAttention(ContextAttention):
+    """Attention with C - 1 exchanges of keys and values between neighbours.
 
     At no time does a rank hold the keys and values of more than two ranks (its own inputs apart), and in the backward
-    the gradients of three. Any split works; head-tail pieces make the ranks equally busy. Rows that are not split are
-    attended to locally.
+    the gradients of three. Any split works; head-tail pieces make the ranks equally busy.
     """
 
-    def __call__(
-        self,
-        q_BSHD: Tensor,
-        k_BSGD: Tensor,
-        v_BSGV: Tensor,
-        info: SequenceInfo,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
+    def attend_shared(
+        self, q_BSHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, split: ContextSplit, scale: float, window: int | None
     ) -> Tensor:
-        """out_BSHV, as `AttentionCore`; collective over the group of the split, in forward and backward.
-
-        Raises:
-            MoeParallelError: H is not a multiple of G, or a window in which a token does not see itself.
-            CollectiveError: a neighbour died or did not come in time; the message names the group.
-        """
-        if info.context is None:
-            return LocalAttention()(q_BSHD, k_BSGD, v_BSGV, info, scale=scale, window=window)
-        check_attention(q_BSHD, k_BSGD, window)
-        return ring_attention(q_BSHD, k_BSGD, v_BSGV, info.context, scale, window)
-
-
-def ring_attention(
-    q_BSHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, split: ContextSplit, scale: float | None, window: int | None
-) -> Tensor:
-    """out_BSHV of the slots that this rank holds of `split`; as `RingAttention`."""
-    scale = q_BSHD.shape[3] ** -0.5 if scale is None else scale
-    out_BSHV: Tensor = _Ring.apply(q_BSHD, k_BSGD, v_BSGV, split, scale, window)  # type: ignore[no-untyped-call]
-    return out_BSHV
+        out_BSHV: Tensor = _Ring.apply(q_BSHD, k_BSGD, v_BSGV, split, scale, window)  # type: ignore[no-untyped-call]
+        return out_BSHV
 
 
 class _Ring(torch.autograd.Function):
@@ -74,7 +50,7 @@ class _Ring(torch.autograd.Function):
         group = split.group
         rank, ranks = group.rank(), group.size()
         features = [k_BSGD.shape[3], v_BSGV.shape[3]]
-        tiles = tiles_of(split, rank, window, q_BSHD.device)
+        tiles = tiles_of(split).of(rank, window, q_BSHD.device)
         partial = PartialAttention(q_BSHD, features[1])
         kv_BSGF = torch.cat([k_BSGD, v_BSGV], dim=3)
         spare_BSGF = torch.empty_like(kv_BSGF)
@@ -96,7 +72,7 @@ class _Ring(torch.autograd.Function):
         group = ctx.group
         rank, ranks = group.rank(), group.size()
         features = [k_BSGD.shape[3], v_BSGV.shape[3]]
-        wide = internal(q_BSHD.dtype)
+        wide = internal_dtype(q_BSHD.dtype)
         dq_BSHD = torch.zeros_like(q_BSHD, dtype=wide, memory_format=torch.contiguous_format)
         attended = Attended(grad_BSHV=grad_BSHV, q_BSHD=q_BSHD, out_BSHV=out_BSHV, lse_BHS=lse_BHS, dq_BSHD=dq_BSHD)
         kv_BSGF = torch.cat([k_BSGD, v_BSGV], dim=3)

@@ -1,9 +1,11 @@
 """The rules of a configuration beyond types: those of each section, and those between sections."""
 
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from moe_kernels.registry import Registry
+from moe_parallel.context.microbatches import group_sizes
 from moe_parallel.layout import ParallelLayout
 from moe_parallel.problem import Problem
 from moe_train.config.tree import TrainConfig
@@ -28,7 +30,7 @@ def cross_problems(config: TrainConfig, world: int) -> list[Problem]:
     found = layout.problems(num_experts=config.model.num_experts)
     return [
         *found,
-        *([] if found else _layout_problems(config, layout)),
+        *([] if found else layout_problems(config, layout)),
         *_batch_problems(config),
         *_installed_problems(config),
     ]
@@ -40,19 +42,30 @@ def layout_of(config: TrainConfig, world: int) -> ParallelLayout:
     return ParallelLayout(world=world, tp=degrees.tp, cp=degrees.cp, pp=degrees.pp, ep=degrees.ep, etp=degrees.etp)
 
 
-def mesh_of(config: TrainConfig) -> dict[str, Any]:
+def mesh_of(config: TrainConfig, layout: ParallelLayout) -> dict[str, Any]:
     """Arguments of `FoldedMesh` beside the layout."""
     family = MODELS.get(config.model.kind)
     stages = family.stages(config.model, config.parallel)
-    return {"cp_inner": config.parallel.cp_inner, "shared": family.shared(config.model, stages)}
+    dynamic = config.parallel.dynamic_cp_tokens is not None
+    return {
+        "context_sizes": group_sizes(layout.cp * layout.dp) if dynamic else (),
+        "cp_inner": config.parallel.cp_inner,
+        "shared": family.shared(config.model, stages),
+    }
 
 
-def _layout_problems(config: TrainConfig, layout: ParallelLayout) -> list[Problem]:
+def layout_problems(config: TrainConfig, layout: ParallelLayout) -> list[Problem]:
+    """Rules between a legal layout and everything else."""
     from moe_train.data.tokenizer import ByteTokenizer
 
     found: list[Problem] = []
     family = MODELS.get(config.model.kind)
-    found += family.problems(config.model, ByteTokenizer().vocab_size, config.parallel)
+    degrees = _context_degrees(config, layout)
+    for cp in degrees:
+        parallel = replace(config.parallel, cp=cp)
+        more = family.problems(config.model, ByteTokenizer().vocab_size, parallel)
+        found += [problem for problem in more if problem not in found]
+    found += _dynamic_problems(config, degrees)
     if config.memory.data_parallel == "fsdp" and schedule_of(config.parallel).splits_backward:
         rule = "reduces gradients in every backward, and the schedule makes those of weights in a pass of their own"
         legal = "zero1, or another parallel.schedule"
@@ -69,6 +82,38 @@ def _layout_problems(config: TrainConfig, layout: ParallelLayout) -> list[Proble
                 legal=f"at least {layout.dp * train.balance_sequences}",
             )
         )
+    return found
+
+
+def _context_degrees(config: TrainConfig, layout: ParallelLayout) -> list[int]:
+    """How many ranks may share a row."""
+    if config.parallel.dynamic_cp_tokens is None:
+        return [layout.cp]
+    return sorted({layout.cp, *group_sizes(layout.cp * layout.dp)})
+
+
+def _dynamic_problems(config: TrainConfig, degrees: Sequence[int]) -> list[Problem]:
+    """What dynamic context parallelism cannot be combined with, and sequences that are too long for it."""
+    tokens, found = config.parallel.dynamic_cp_tokens, []
+    if tokens is None:
+        return []
+    fixed = "means something for microbatches of fixed sequences, which parallel.dynamic_cp_tokens does not make"
+    if config.model.balance.aux > 0:
+        legal = "0; balance.seq, balance.glob and the expert bias balance as well"
+        found.append(Problem(key="model.balance.aux", value=config.model.balance.aux, rule=fixed, legal=legal))
+    if config.train.loss_norm != "token":
+        found.append(Problem(key="train.loss_norm", value=config.train.loss_norm, rule=fixed, legal="token"))
+    if config.observe.record_choices or config.train.replay_choices is not None:
+        key = "observe.record_choices" if config.observe.record_choices else "train.replay_choices"
+        rule = "choices are kept by rows of one sequence, and parallel.dynamic_cp_tokens packs several into one"
+        found.append(Problem(key=key, value=True, rule=rule))
+    ranks = degrees[-1]
+    step = 2 * ranks * config.parallel.tp
+    longest = tokens * ranks // step * step
+    if config.data.sequence_length > longest:
+        rule = f"is more than {ranks} ranks hold with parallel.dynamic_cp_tokens = {tokens} each"
+        value, legal = config.data.sequence_length, f"at most {longest}"
+        found.append(Problem(key="data.sequence_length", value=value, rule=rule, legal=legal))
     return found
 
 

@@ -15,6 +15,8 @@ from moe_parallel.config import ParallelConfig
 from moe_parallel.problem import Problem
 from moe_train.models.config import DecoderConfig
 
+SequenceKind = Literal["windows", "documents", "sentences"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -23,7 +25,8 @@ class DataConfig:
     Attributes:
         corpus: a text that ships with the package.
         tokenizer: `bytes`: UTF-8 bytes and one token that ends a document.
-        sequence_length: tokens of one sequence.
+        sequences: `windows` of the text, all of the same length; whole `documents`; or `sentences`.
+        sequence_length: tokens of a window; longer documents and sentences are cut into such pieces.
         separate_documents: the documents that share a sequence do not see each other; positions begin at 0 in each, and
             its last token has no target.
         valid_fraction: share of the tokens, at the end of the corpus, that is held out for validation.
@@ -34,6 +37,7 @@ class DataConfig:
 
     corpus: str = "state_of_the_union"
     tokenizer: Literal["bytes"] = "bytes"
+    sequences: SequenceKind = "windows"
     sequence_length: int = 256
     separate_documents: bool = False
     valid_fraction: float = 0.05
@@ -104,7 +108,8 @@ class LoopConfig:
     Attributes:
         steps: optimizer steps of the whole run.
         global_batch_sequences: sequences of one step, over all ranks.
-        microbatch_sequences: sequences of one forward and backward; the last one of a step may be smaller.
+        microbatch_sequences: sequences of one forward and backward; the last one of a step may be smaller. With
+            `parallel.dynamic_cp_tokens` that of validation alone.
         balance_sequences: sequences over which the auxiliary balance loss is computed; divides `microbatch_sequences`,
             so that the loss does not depend on how a step is cut.
         loss_norm: `token`: every target weighs the same; `microbatch`: mean over balance microbatches of their means.

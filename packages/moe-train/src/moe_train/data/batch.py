@@ -3,7 +3,7 @@
 Shape legend: B sequences (rows), S token slots per row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,7 +28,8 @@ class Batch:
         target_mask_BS: bool, which targets count in the loss.
         valid_BS: bool, which slots hold tokens; padding sits at the end of a row.
         position_BS: int64 position inside the document.
-        token_index_BS: int64 index of each slot in the global batch; -1 for slots that rows were padded with later.
+        token_index_BS: int64 index of each slot in the global batch; -1 for rows of padding, and for slots that rows
+            were padded with later.
         document_BS: int64 number of the document inside its row, 0, 1, 2, ... from left to right; None where a row is
             one document.
     """
@@ -50,17 +51,19 @@ class Batch:
         target_mask_BS: Tensor | None = None,
         *,
         document_BS: Tensor | None = None,
-        first_sequence: int = 0,
+        sequence_B: Tensor | None = None,
     ) -> "Batch":
         """Rows of tokens; by default a row is one document and every valid slot has a target that counts.
 
         With several documents in a row (`document_BS`) the last token of each has no target: the next token belongs to
-        another document. `first_sequence` is the number of the first row in the global batch.
+        another document. `sequence_B` has the numbers of the rows in the global batch, -1 for padding; by default they
+        are counted from 0.
         """
         rows, slots = token_BS.shape
-        index = torch.arange(rows * slots).view(rows, slots)
+        number_B1 = (torch.arange(rows) if sequence_B is None else sequence_B).unsqueeze(1)
         target_mask_BS = valid_BS if target_mask_BS is None else target_mask_BS & valid_BS
-        position_BS = index % slots
+        slot_S = torch.arange(slots)
+        position_BS = slot_S.expand(rows, slots)
         if document_BS is not None:
             begins_BS = document_BS != document_BS.roll(1, 1)
             begins_BS[:, 0] = True
@@ -76,7 +79,7 @@ class Batch:
             target_mask_BS=target_mask_BS,
             valid_BS=valid_BS,
             position_BS=position_BS,
-            token_index_BS=index + first_sequence * slots,
+            token_index_BS=torch.where(number_B1 < 0, -1, number_B1 * slots + slot_S),
             document_BS=document_BS,
         )
 
@@ -86,7 +89,7 @@ class Batch:
 
     @property
     def first_sequence(self) -> int:
-        """Number of the first row in the global batch; reads the host."""
+        """Number of the first row, of those that are no padding, in the global batch; reads the host."""
         return int(self.token_index_BS[0, 0]) // self.token_BS.shape[1]
 
     def padded(self, slots: int) -> "Batch":
@@ -130,6 +133,29 @@ class Batch:
         if self.document_BS is None:
             return valid_BS
         return valid_BS & (self._shifted(self.document_BS, slots) == self.document_BS)
+
+    def packed(self, lengths: Sequence[int]) -> "Batch":
+        """All rows in one, of each so many slots from its beginning; what was a row is a document of its own.
+
+        Documents inside a row stay apart as well. Nothing at all gives a slot of padding.
+        """
+        if sum(lengths) == 0:
+            padding = self.rows(0, 1).each(lambda value: torch.zeros_like(value[:, :1]))
+            return replace(padding, token_index_BS=torch.full_like(padding.token_index_BS, -1), document_BS=None)
+        parts = [(row, length) for row, length in enumerate(lengths) if length]
+
+        def join(value_BS: Tensor) -> Tensor:
+            return torch.cat([value_BS[row, :length] for row, length in parts]).unsqueeze(0)
+
+        packed = self.each(join)
+        if len(parts) == 1:
+            return packed
+        document_BS = torch.zeros_like(self.token_BS) if self.document_BS is None else self.document_BS
+        numbers, first = [], 0
+        for row, length in parts:
+            numbers.append(document_BS[row, :length] + first)
+            first = int(numbers[-1][-1]) + 1
+        return replace(packed, document_BS=torch.cat(numbers).unsqueeze(0))
 
     def rows(self, start: int, stop: int) -> "Batch":
         """The sequences `start <= i < stop`."""

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
@@ -21,15 +24,11 @@ class Share:
     ranks: int = 1
     unit: int = 1
 
-    def rows(self, num_sequences: int) -> tuple[int, int, int]:
-        """(start, stop, padding): the sequences `start <= i < stop` of the batch, then so many of padding."""
+    def rows(self, num_sequences: int) -> npt.NDArray[np.int64]:
+        """Numbers of the sequences of a batch, ascending, then -1 for each of padding."""
         if self.ranks == 1:
-            return 0, num_sequences, 0
+            return np.arange(num_sequences)
         units = -(-num_sequences // self.unit)
         size = -(-units // self.ranks) * self.unit
-        start = min(self.rank * size, num_sequences)
-        stop = min(start + size, num_sequences)
-        return start, stop, size - (stop - start)
-
-
-WHOLE = Share()
+        number_N = np.arange(self.rank * size, (self.rank + 1) * size)
+        return np.where(number_N < num_sequences, number_N, -1)

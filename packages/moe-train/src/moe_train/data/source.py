@@ -1,5 +1,6 @@
 """`TokenSource`: batches in a fixed global order, with a state that continues it exactly."""
 
+import zlib
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -8,7 +9,6 @@ import numpy.typing as npt
 import torch
 
 from moe_train.data.batch import Batch, document_numbers
-from moe_train.data.share import WHOLE, Share
 from moe_train.errors import MoeTrainError
 
 
@@ -19,10 +19,15 @@ class TokenSource(Protocol):
     fresh source over the same data, makes it continue with the next batch; nothing that was read ahead is lost.
     """
 
-    def next_batch(self, share: Share = WHOLE) -> Batch:
-        """A rank's share of the next global batch, which may have fewer sequences than usual where an epoch ends.
+    def next_lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each sequence of the next global batch, which may have fewer of them than usual where an epoch
+        ends. The position stays."""
 
-        The position moves on by the whole batch, so that the sources of all ranks stay at the same place.
+    def next_batch(self, rows: npt.NDArray[np.int64] | None = None) -> Batch:
+        """These sequences of the next global batch, by their numbers in it; -1 gives padding, None gives all.
+
+        The position moves on by the whole batch, so that the sources of all ranks stay at the same place. Rows have
+        the same number of slots on all ranks.
         """
 
     def state(self) -> dict[str, int]:
@@ -36,56 +41,68 @@ class TokenSource(Protocol):
         """
 
 
-class WindowSource:
-    """Non-overlapping windows of one long token sequence, in another order every epoch.
+class SequenceSource:
+    """The sequences of one long text, in another order every epoch.
 
-    A window has S input slots; its targets are the same tokens shifted by one. The last window may be shorter and is
-    padded. Every token but the first is a target exactly once per epoch, unless documents are kept apart.
+    The targets of a sequence are the tokens of the text shifted by one, and it is padded at its end. Every token but
+    the first is a target exactly once per epoch, unless it follows the end of a document.
 
     Args:
         tokens: int32, at least two.
-        sequence_length: S.
+        cut_N: int64, where sequences begin, ascending, and behind it where the last one ends (`moe_train.data.cuts`).
+        row_slots: slots of a row; None takes those of the longest sequence of a batch.
         batch_sequences: sequences of a batch; the last batch of an epoch holds what is left.
         seed: of the order. None keeps the order of the text, in every epoch.
-        end_of_document: the token that ends a document, to keep the documents (or pieces of them) that share a window
-            apart: none sees another, positions begin at 0 in each, and its last token has no target. None lets a window
-            be one document, whatever is in it.
+        end_of_document: a token that has no target because it ends a document; None if there is no such token.
+        separate_documents: keep the documents (or pieces of them) that share a sequence apart: none sees another, and
+            positions begin at 0 in each.
     """
 
     def __init__(
         self,
         tokens: npt.NDArray[np.int32],
+        cut_N: npt.NDArray[np.int64],
         *,
-        sequence_length: int,
+        row_slots: int | None = None,
         batch_sequences: int,
         seed: int | None,
         end_of_document: int | None = None,
+        separate_documents: bool = False,
     ) -> None:
         if tokens.size < 2:
             raise MoeTrainError(f"a token source needs at least 2 tokens, got {tokens.size}")
         self._tokens = tokens
-        self._sequence_length = sequence_length
+        self._start_N = cut_N[:-1]
+        self._length_N = np.diff(cut_N)
+        self._row_slots = row_slots
         self._batch_sequences = batch_sequences
         self._seed = seed
         self._end_of_document = end_of_document
+        self._separate_documents = separate_documents
         self._epoch = 0
         self._position = 0
         self._order = self._epoch_order()
 
     @property
     def num_sequences(self) -> int:
-        """Windows in one epoch."""
-        return -(-(self._tokens.size - 1) // self._sequence_length)
+        """Sequences of one epoch."""
+        return self._start_N.size
 
-    def next_batch(self, share: Share = WHOLE, *, at_most: int | None = None) -> Batch:
-        """As the seam says; a global batch of no more than `at_most` sequences, if that is given."""
-        if self._position == self.num_sequences:
-            self._epoch, self._position = self._epoch + 1, 0
-            self._order = self._epoch_order()
-        limit = self._batch_sequences if at_most is None else min(at_most, self._batch_sequences)
-        stop = min(self._position + limit, self.num_sequences)
-        batch = self._windows(self._order[self._position : stop], share)
-        self._position = stop
+    @property
+    def mean_length(self) -> float:
+        """Mean tokens of a sequence."""
+        return float(self._length_N.mean())
+
+    def next_lengths(self, *, at_most: int | None = None) -> npt.NDArray[np.int64]:
+        """As the seam says; of a global batch of no more than `at_most` sequences, if that is given."""
+        return self._length_N[self._next(at_most)]
+
+    def next_batch(self, rows: npt.NDArray[np.int64] | None = None, *, at_most: int | None = None) -> Batch:
+        """As the seam says; of a global batch of no more than `at_most` sequences, if that is given."""
+        numbers = self._next(at_most)
+        rows = np.arange(numbers.size) if rows is None else rows
+        batch = self._rows(numbers, rows)
+        self._position += numbers.size
         return batch
 
     def rewind(self) -> None:
@@ -107,7 +124,8 @@ class WindowSource:
     def _identity(self) -> dict[str, int]:
         return {
             "num_tokens": int(self._tokens.size),
-            "sequence_length": self._sequence_length,
+            "num_sequences": self.num_sequences,
+            "lengths_crc32": zlib.crc32(self._length_N.astype("<i8").tobytes()),
             "batch_sequences": self._batch_sequences,
             "seed": -1 if self._seed is None else self._seed,
         }
@@ -118,28 +136,38 @@ class WindowSource:
             return index
         return np.argsort(_mix(index.astype(np.uint64), self._seed, self._epoch), kind="stable")
 
-    def _windows(self, numbers: npt.NDArray[np.int64], share: Share) -> Batch:
-        length = self._sequence_length
-        start, stop, padding = share.rows(numbers.size)
-        # No window has the number after the last, so all of its slots are padding.
-        numbers = np.append(numbers[start:stop], np.full(padding, self.num_sequences))
-        slot_BS = numbers[:, None] * length + np.arange(length)
+    def _next(self, at_most: int | None) -> npt.NDArray[np.int64]:
+        """The sequences of the next global batch; begins the next epoch if there are no more."""
+        if self._position == self.num_sequences:
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._epoch_order()
+        limit = self._batch_sequences if at_most is None else min(at_most, self._batch_sequences)
+        return self._order[self._position : self._position + limit]
+
+    def _rows(self, numbers: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> Batch:
+        slots = int(self._length_N[numbers].max()) if self._row_slots is None else self._row_slots
+        length_B = np.where(rows < 0, 0, self._length_N[numbers[rows]])
+        slot_S = np.arange(slots)
         last = self._tokens.size - 1
-        valid_BS = slot_BS < last
-        token_BS = torch.from_numpy(self._tokens[np.minimum(slot_BS, last)].astype(np.int64))
-        target_BS = torch.from_numpy(self._tokens[np.minimum(slot_BS + 1, last)].astype(np.int64))
+        slot_BS = np.where(rows < 0, last, self._start_N[numbers[rows]])[:, None] + slot_S
+        valid_BS = slot_S < length_B[:, None]
+        token_BS = torch.from_numpy(np.where(valid_BS, self._tokens[np.minimum(slot_BS, last)], 0).astype(np.int64))
+        target_BS = torch.from_numpy(
+            np.where(valid_BS, self._tokens[np.minimum(slot_BS + 1, last)], 0).astype(np.int64)
+        )
         document_BS = mask_BS = None
         if self._end_of_document is not None:
             mask_BS = token_BS != self._end_of_document
-            document_BS = document_numbers(token_BS, self._end_of_document)
             target_BS = target_BS * mask_BS
+            if self._separate_documents:
+                document_BS = document_numbers(token_BS, self._end_of_document)
         return Batch.from_rows(
             token_BS,
             target_BS,
             torch.from_numpy(valid_BS),
             mask_BS,
             document_BS=document_BS,
-            first_sequence=start,
+            sequence_B=torch.from_numpy(rows),
         )
 
 

@@ -1,9 +1,11 @@
 """`TokenSplit`: which tokens of an execution microbatch a rank works on, of those that its data-parallel rank has.
 
-Rows are spread over `cp`: every rank of it has some slots of every row. What it has is a list of tokens, of which each
-rank of `tp` routes a consecutive part. Both need rows of a fitting length, so that rows are padded first.
+Rows are spread over `cp`, or over another axis of ranks that share them: every rank of it has some slots of every row.
+What it has is a list of tokens, of which each rank of `tp` routes a consecutive part. Both need rows of a fitting
+length, so that rows are padded first.
 
-Shape legend: B rows, R slots of a whole row, S slots of it on this rank, T tokens of a list, W ranks of `tp` and `cp`.
+Shape legend: B rows, R slots of a whole row, S slots of it on this rank, T tokens of a list, W ranks of `tp` and of the
+axis.
 """
 
 from dataclasses import dataclass
@@ -18,23 +20,23 @@ from moe_train.data.batch import Batch
 
 @dataclass(frozen=True)
 class TokenSplit:
-    """How this rank shares microbatches with those of its `tp` and `cp` groups."""
+    """How this rank shares microbatches with those of its `tp` group and of the group that shares the rows."""
 
     groups: Groups
 
-    def padded(self, batch: Batch) -> Batch:
-        """The batch with rows that can be split."""
-        tp, cp = self.groups.size("tp"), self.groups.size("cp")
+    def padded(self, batch: Batch, axis: str = "cp") -> Batch:
+        """The batch with rows that can be split over the ranks of an axis and of `tp`."""
+        tp, cp = self.groups.size("tp"), self.groups.size(axis)
         slots = batch.token_BS.shape[1]
         return batch.padded(padded_slots(slots, cp, tp) if cp > 1 else -(-slots // tp) * tp)
 
-    def of(self, batch: Batch) -> "TokenPart":
+    def of(self, batch: Batch, axis: str = "cp") -> "TokenPart":
         """This rank's part of a padded batch; collective over nothing, the same on all ranks of a row."""
-        group, context = self.groups.group("cp"), None
+        group, context = self.groups.group(axis), None
         if group is not None:
             rows, slots = batch.token_BS.shape
             context = split_context(group, rows, slots, batch.document_BS, device=batch.token_BS.device)
-        return TokenPart(groups=self.groups, shape=batch.token_BS.shape, context=context)
+        return TokenPart(groups=self.groups, axis=axis, shape=batch.token_BS.shape, context=context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +45,19 @@ class TokenPart:
 
     Attributes:
         groups: of this rank.
+        axis: of them, whose ranks share every row.
         shape: [B, R] of the whole rows.
-        context: which slots each rank of `cp` has; None where this rank has whole rows.
+        context: which slots each of these ranks has; None where this rank has whole rows.
     """
 
     groups: Groups
+    axis: str = "cp"
     shape: torch.Size
     context: ContextSplit | None
 
     def rows(self, x_BR: Tensor) -> Tensor:
         """[B, R, ..] to the slots of this rank [B, S, ..]."""
-        return x_BR if self.context is None else select_slots(x_BR, self.context, self.groups.rank("cp"))
+        return x_BR if self.context is None else select_slots(x_BR, self.context, self.groups.rank(self.axis))
 
     def held(self, x_T: Tensor) -> Tensor:
         """Of the list of all tokens [B*R, ..], those of this rank [B*S, ..]."""
@@ -65,12 +69,12 @@ class TokenPart:
 
     def whole(self, x_T: Tensor) -> Tensor:
         """The list of all tokens [B*R, ..] from those that each rank routes; undoes `routed`. Collective."""
-        group = self.groups.group("tp", "cp")
+        group = self.groups.group("tp", self.axis)
         if group is None:
             return x_T
         every_WT = all_gather(x_T, group).wait()
         if self.context is None:
             return every_WT
-        # Ranks of tp vary fastest, so the parts of a rank of cp follow each other.
-        parts = every_WT.view(self.groups.size("cp"), self.shape[0], -1, *x_T.shape[1:])
+        # Ranks of tp vary fastest, so the parts of a rank of the axis follow each other.
+        parts = every_WT.view(self.groups.size(self.axis), self.shape[0], -1, *x_T.shape[1:])
         return join_slots(list(parts), self.context).flatten(0, 1)

@@ -22,7 +22,7 @@ def rank_groups(config: TrainConfig) -> Iterator[Groups]:
     layout, timeout_s = layout_of(config, place.world), config.parallel.timeout_s
     try:
         with joined(place, device=choose_device(config.train.device), timeout_s=timeout_s):
-            yield FoldedMesh(layout, timeout_s=timeout_s, **mesh_of(config))
+            yield FoldedMesh(layout, timeout_s=timeout_s, **mesh_of(config, layout))
     except Exception as error:
         error.add_note(f"on {layout.words_for(place.rank)}")
         _record(error)

@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 from math import prod
 
+from moe_parallel.context.microbatches import SequenceWork
 from moe_train.models.config import DecoderConfig
+
+# What a device computes while a byte goes to its neighbour: 400 TF/s against 400 GB/s, about an H100 and NVLink.
+EXCHANGE_FLOPS_PER_BYTE = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +21,7 @@ class ModelCosts:
         matmul_parameters: parameters that multiply one token in a matrix product, once for each product.
         attention_features: the sum over layers of heads * head_features, where a head of queries and keys is not as
             wide as one of values the mean of both.
+        key_value_features: of the keys and values of one token, summed over layers.
     """
 
     parameters: int
@@ -24,6 +29,7 @@ class ModelCosts:
     embedding_parameters: int
     matmul_parameters: int
     attention_features: float
+    key_value_features: int
 
     def flops_published(self, context_tokens: int) -> int:
         """Training FLOPs per token as published: 6 (active - input embedding) + 12 layers heads head_features context.
@@ -39,6 +45,19 @@ class ModelCosts:
         attention backend.
         """
         return 6 * self.matmul_parameters + self._attention(context_tokens)
+
+    def sequence_work(self) -> SequenceWork:
+        """Training FLOPs of a sequence as they are done: a token sees itself and those before it, half on average.
+
+        6 matmul_parameters per token, and 6 layers heads head_features per pair of tokens. Where ranks share a row,
+        keys and values of its tokens go from each rank to the next, in the forward and in the backward, where their
+        gradients in float32 go with them: 8 bytes of each feature in all.
+        """
+        return SequenceWork(
+            linear=6 * self.matmul_parameters,
+            quadratic=6 * self.attention_features,
+            shared=8 * self.key_value_features * EXCHANGE_FLOPS_PER_BYTE,
+        )
 
     def _attention(self, context_tokens: int) -> int:
         return int(12 * self.attention_features * context_tokens)
@@ -81,11 +100,13 @@ def decoder_costs(config: DecoderConfig, vocab_size: int) -> ModelCosts:
     total.matmul += (1 + config.mtp_layers) * embedding
     stored = embedding if config.tied_embeddings else 2 * embedding
     query_key, value = _head_widths(config)
+    kv_heads = config.num_heads if config.attention == "latent" else config.num_kv_heads
     return ModelCosts(
         parameters=total.all + stored,
         active_parameters=total.active + stored,
         embedding_parameters=0 if config.tied_embeddings else embedding,
         matmul_parameters=total.matmul,
+        key_value_features=(config.num_layers + config.mtp_layers) * kv_heads * (query_key + value),
         attention_features=(config.num_layers + config.mtp_layers) * config.num_heads * (query_key + value) / 2,
     )
 

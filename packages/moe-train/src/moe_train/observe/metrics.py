@@ -172,9 +172,18 @@ METRICS = (
         "FLOP/s",
         "FLOP/s",
         "Arithmetic rate of matrix products and attention, shown in TF/s or GF/s.",
-        "tokens_per_second * flops_matmul; flops_matmul = 6 * matmul parameters of one token"
-        " + 12 * layers * heads * head features * context, no causal discount",
+        "sum over sequences of length * flops_matmul(length) / step_seconds; flops_matmul = 6 * matmul parameters of"
+        " one token + 12 * layers * heads * head features * context, no causal discount",
         "as near to the peak of the device as shapes allow; small models are far from it",
+    ),
+    Metric(
+        "work_balance",
+        "",
+        "",
+        "Predicted share of the ranks' time that goes into tokens, not into padding or waiting for the slowest rank.",
+        "work of all sequences / (ranks * sum over microbatches of the largest work of a rank), cp and dp alone; work ="
+        " 6 * matmul parameters * length + 6 * layers * heads * head features * length^2",
+        "1 for windows; with sequences of other lengths parallel.dynamic_cp_tokens raises it",
     ),
     Metric(
         "memory_peak_bytes",

@@ -35,6 +35,7 @@ class StepRecord:
     step_seconds: float
     tokens_per_second: float
     flops_per_second: float
+    work_balance: float
     memory_peak_bytes: int
     eta_seconds: float
 

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_parallel._torch_compat import fused_attention, fused_attention_backward
-from moe_parallel.context.blocks import (
+from moe_parallel.attention.blocks import (
     Attended,
     PartialAttention,
     attend,
@@ -15,7 +15,7 @@ from moe_parallel.context.blocks import (
     softmax_backward,
     softmax_with_lse,
 )
-from moe_parallel.context.tiles import Tile
+from moe_parallel.attention.tiles import Tile
 
 SCALE = 0.4
 

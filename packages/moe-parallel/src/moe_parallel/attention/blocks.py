@@ -17,12 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_parallel._torch_compat import fused_attention, fused_attention_backward
-from moe_parallel.context.tiles import Tile
-
-
-def internal(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums: FP32 for what is narrower."""
-    return torch.promote_types(torch.float32, dtype)
+from moe_parallel.attention.tiles import Tile
+from moe_parallel.precision import internal_dtype
 
 
 class PartialAttention:
@@ -35,7 +31,7 @@ class PartialAttention:
 
     def __init__(self, q_BSHD: Tensor, value_features: int) -> None:
         batch, slots, heads, _ = q_BSHD.shape
-        dtype = internal(q_BSHD.dtype)
+        dtype = internal_dtype(q_BSHD.dtype)
         self.out_BSHV = q_BSHD.new_zeros((batch, slots, heads, value_features), dtype=dtype)
         self.lse_BHS = q_BSHD.new_full((batch, heads, slots), -torch.inf, dtype=dtype)
         self._empty = True
@@ -162,7 +158,7 @@ def plain_softmax_with_lse(
     q_BHQN: Tensor, k_BGKN: Tensor, v_BGKN: Tensor, visible_BQK: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """`softmax_with_lse` written out; holds all scores at once."""
-    wide = internal(q_BHQN.dtype)
+    wide = internal_dtype(q_BHQN.dtype)
     scores_BHQK = _scores(q_BHQN.to(wide), k_BGKN.to(wide), visible_BQK, causal, scale)
     lse_BHQ = scores_BHQK.logsumexp(3)
     v_BHKN = _for_every_head(v_BGKN.to(wide), q_BHQN)
@@ -183,7 +179,7 @@ def plain_softmax_backward(
     """`softmax_backward` written out; holds all scores at once."""
     dtype, heads = q_BHQN.dtype, k_BGKN.shape[1]
     grad_BHQN, q_BHQN, k_BGKN, v_BGKN, out_BHQN = (
-        x.to(internal(dtype)) for x in (grad_BHQN, q_BHQN, k_BGKN, v_BGKN, out_BHQN)
+        x.to(internal_dtype(dtype)) for x in (grad_BHQN, q_BHQN, k_BGKN, v_BGKN, out_BHQN)
     )
     weights_BHQK = _weights(_scores(q_BHQN, k_BGKN, visible_BQK, causal, scale), lse_BHQ)
     d_weights_BHQK = grad_BHQN @ _for_every_head(v_BGKN, q_BHQN).transpose(2, 3)
@@ -207,7 +203,7 @@ def _weights(scores_BHQK: Tensor, lse_BHQ: Tensor) -> Tensor:
 
 
 def _has_no_kernel(q_BHQN: Tensor) -> bool:
-    return q_BHQN.is_cuda and q_BHQN.dtype == torch.float64
+    return q_BHQN.dtype == torch.float64 if q_BHQN.is_cuda else not q_BHQN.is_cpu
 
 
 def _bias(visible_BQK: Tensor | None, q_BHQN: Tensor) -> Tensor | None:

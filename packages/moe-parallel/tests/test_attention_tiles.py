@@ -1,13 +1,14 @@
 """Tiles against visibility written out as a matrix: nothing seen is missing, nothing hidden is left unmasked."""
 
-import gc
+import weakref
 
 import pytest
 import torch
 
 from moe_parallel import ContextSplit, MoeParallelError, head_tail, per_document
-from moe_parallel.context import tiles as tiles_module
-from moe_parallel.context.tiles import once_per_split, tiles_of
+from moe_parallel.attention import tiles as tiles_module
+from moe_parallel.attention.tiles import tiles_of
+from moe_parallel.sequence import once_per_microbatch
 
 CPU = torch.device("cpu")
 
@@ -60,7 +61,7 @@ def test_tiles_cover_every_visible_pair_once_and_no_other(monkeypatch, hidden, w
     for split in splits(hidden):
         ranks, batch, slots = split.slot_CBS.shape
         for rank in range(ranks):
-            for other, tiles in enumerate(tiles_of(split, rank, window, CPU)):
+            for other, tiles in enumerate(tiles_of(split).of(rank, window, CPU)):
                 got = visible_by_tiles(tiles, batch, slots)
                 assert torch.equal(got, visible_by_definition(split, rank, other, window))
 
@@ -73,7 +74,7 @@ def test_head_tail_rows_need_no_mask_and_no_hidden_pair(ranks):
     slots, computed = 2 * pieces, 0
     first, second, whole = slice(0, pieces), slice(pieces, slots), slice(0, slots)
     for rank in range(ranks):
-        for other, (tile,) in enumerate(tiles_of(split, rank, None, CPU)):
+        for other, (tile,) in enumerate(tiles_of(split).of(rank, None, CPU)):
             assert tile.visible_BQK is None
             queries = second if other > rank else whole
             keys = first if other < rank else whole
@@ -88,46 +89,46 @@ def test_documents_and_windows_leave_out_most_pairs():
     document_BR = torch.repeat_interleave(torch.arange(7), lengths).unsqueeze(0)
     seen = sum(int(n * (n + 1) // 2) for n in lengths)
     split = split_of(per_document(document_BR, 4), document_BR)
-    by_rank = [sum(tile.pairs for tiles in tiles_of(split, rank, None, CPU) for tile in tiles) for rank in range(4)]
+    by_rank = [sum(tile.pairs for tiles in tiles_of(split).of(rank, None, CPU) for tile in tiles) for rank in range(4)]
     assert seen <= sum(by_rank) < 1.15 * seen
     assert max(by_rank) < 1.05 * sum(by_rank) / 4
     row = split_of(head_tail(2048, 4).unsqueeze(1))
-    windowed = sum(tile.pairs for rank in range(4) for tiles in tiles_of(row, rank, 64, CPU) for tile in tiles)
+    windowed = sum(tile.pairs for rank in range(4) for tiles in tiles_of(row).of(rank, 64, CPU) for tile in tiles)
     assert 64 * 2048 - 64 * 63 // 2 <= windowed < 4 * 64 * 2048
 
 
 def test_rows_that_are_alike_share_a_tile():
     split = split_of(head_tail(32, 2).unsqueeze(1).expand(-1, 5, -1))
-    for tiles in tiles_of(split, 0, 3, CPU):
+    for tiles in tiles_of(split).of(0, 3, CPU):
         assert [tile.rows for tile in tiles] == [slice(None)] * len(tiles)
         assert all(tile.visible_BQK is None or len(tile.visible_BQK) == 1 for tile in tiles)
 
 
 def test_tiles_are_made_once_and_end_with_the_split():
     split = split_of(head_tail(32, 2).unsqueeze(1))
-    gc.collect()
-    before = len(tiles_module._made)
-    tiles = tiles_of(split, 0, 3, CPU)
-    assert tiles_of(split, 0, 3, CPU) is tiles
-    assert tiles_of(split, 0, 4, CPU) is not tiles
+    rows = tiles_of(split)
+    assert tiles_of(split) is rows
+    assert rows.of(0, 3, CPU) is rows.of(0, 3, CPU)
+    assert rows.of(0, 4, CPU) is not rows.of(0, 3, CPU)
     made = []
     for _ in range(2):
-        once_per_split(split, "name", lambda: made.append(1))
+        once_per_microbatch(split, "name", lambda: made.append(1))
     assert made == [1]
-    assert len(tiles_module._made) == before + 1
+    end = weakref.ref(rows)
+    del rows
+    assert end() is not None
     del split
-    gc.collect()
-    assert len(tiles_module._made) == before
+    assert end() is None
 
 
 @pytest.mark.parametrize("slots", [[[0, 1], [1, 3]], [[1, 0], [2, 3]], [[0, 1], [2, 4]]])
 def test_a_split_that_is_none_is_refused(slots):
     with pytest.raises(MoeParallelError, match="slots 0 to 3 of a row is held by one rank, in ascending order"):
-        tiles_of(split_of(torch.tensor(slots).unsqueeze(1)), 0, None, CPU)
+        tiles_of(split_of(torch.tensor(slots).unsqueeze(1)))
 
 
 def test_a_document_in_two_pieces_is_refused():
     document_BR = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]])
     split = split_of(head_tail(4, 2).unsqueeze(1).expand(-1, 2, -1), document_BR)
     with pytest.raises(MoeParallelError, match="row 1 has 2 documents in 3 pieces"):
-        tiles_of(split, 0, None, CPU)
+        tiles_of(split)

@@ -9,24 +9,17 @@ queries for a later one.
 Shape legend: B rows, R slots of a whole row, C ranks, S slots of a row on one rank; Q queries and K keys of a tile.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from moe_parallel.errors import MoeParallelError
-from moe_parallel.sequence import ContextSplit
-
-T = TypeVar("T")
+from moe_parallel.sequence import ContextSplit, once_per_microbatch
 
 # Pairs of a tile that a mask may hide, in one row: so many computed for nothing cost no more than another kernel call.
 # Of a large tile an eighth may be hidden.
 HIDDEN_PAIRS = 4096
-
-_made: "WeakKeyDictionary[ContextSplit, dict[Any, Any]]" = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,62 +46,71 @@ class Tile:
         return num_queries * (num_queries + 1) // 2 if self.causal else num_queries * num_keys
 
 
-def once_per_split(split: ContextSplit, key: object, make: Callable[[], T]) -> T:
-    """What depends on the split alone: made at the first layer that asks, and dropped with the split."""
-    made = _made.setdefault(split, {})
-    if key not in made:
-        made[key] = make()
-    value: T = made[key]
-    return value
+class RowTiles:
+    """The tiles of the rows of a microbatch.
 
+    The host waits for the device of the arguments when this is built, and for that of the masks when tiles are made.
 
-def tiles_of(split: ContextSplit, rank: int, window: int | None, device: torch.device) -> list[list[Tile]]:
-    """For each rank whose keys may come, the tiles of the queries of `rank`; computed once per split.
-
-    Masks are kept as long as the split, a byte for each pair of their tiles. The host waits for the device at the first
-    call for a split that is not on the CPU, and at no later one.
+    Args:
+        slot_CBS: the slots that each rank holds, as of `ContextSplit`; of whole rows there is one rank.
+        document_BR: document number of every slot of the whole rows; None where a row is one document.
 
     Raises:
         MoeParallelError: the slots of a document are not consecutive, or ranks do not hold every slot once, ascending.
     """
-    return once_per_split(split, (rank, window, device), lambda: _all_tiles(split, rank, window, device))
+
+    def __init__(self, slot_CBS: Tensor, document_BR: Tensor | None) -> None:
+        if document_BR is None:
+            self._slot_CBS = slot_CBS.cpu().contiguous()
+            ranks, batch, num_slots = slot_CBS.shape
+            self._start_BR = torch.zeros(batch, ranks * num_slots, dtype=torch.int64)
+        else:
+            together = torch.cat([slot_CBS.flatten(), document_BR.flatten().to(slot_CBS.device)]).cpu()  # one wait
+            self._slot_CBS = together[: slot_CBS.numel()].view(slot_CBS.shape)
+            self._start_BR = _starts(together[slot_CBS.numel() :].view(document_BR.shape))
+        _check_slots(self._slot_CBS)
+        self._made: dict[tuple[int, int | None, torch.device], list[list[Tile]]] = {}
+
+    def of(self, rank: int, window: int | None, device: torch.device) -> list[list[Tile]]:
+        """For each rank whose keys may come, the tiles of the queries of `rank`; made at the first call.
+
+        Masks are kept as long as this object, a byte for each pair of their tiles.
+        """
+        key = rank, window, device
+        if key not in self._made:
+            self._made[key] = self._make(rank, window, device)
+        return self._made[key]
+
+    def _make(self, rank: int, window: int | None, device: torch.device) -> list[list[Tile]]:
+        slot_CBS, start_BR = self._slot_CBS, self._start_BR
+        num_slots, slot_BS = slot_CBS.shape[2], slot_CBS[rank]
+        start_BS = start_BR.gather(1, slot_BS)
+        first_BS = start_BS if window is None else torch.maximum(start_BS, slot_BS - (window - 1))
+        alike = len(slot_BS) == 1 or all(bool((x == x[..., :1, :]).all()) for x in (slot_CBS, start_BR))
+        if alike or num_slots**2 <= HIDDEN_PAIRS:
+            groups = [(slice(None), slice(0, 1) if alike else slice(None))]
+        else:
+            groups = [(slice(row, row + 1),) * 2 for row in range(len(slot_BS))]
+        low_CBS = torch.searchsorted(slot_CBS, first_BS.expand_as(slot_CBS).contiguous())
+        high_CBS = torch.searchsorted(slot_CBS, slot_BS.expand_as(slot_CBS).contiguous(), right=True)
+        seen_2CBS = torch.stack([low_CBS, high_CBS])
+        for_masks_2CBS = seen_2CBS.to(device)  # one copy for all masks
+        tiles: list[list[Tile]] = [[] for _ in slot_CBS]
+        for rows, read in groups:
+            cuts = _cuts(slot_BS[read], start_BS[read])
+            for other, of_rank in enumerate(tiles):
+                low_high = seen_2CBS[:, other, read], for_masks_2CBS[:, other, read]
+                of_rank.extend(_rectangles(rows, *low_high, slice(0, num_slots), cuts))
+        return tiles
 
 
-def _all_tiles(split: ContextSplit, rank: int, window: int | None, device: torch.device) -> list[list[Tile]]:
-    slot_CBS, start_BR = once_per_split(split, "host", lambda: _on_host(split))
-    num_slots, slot_BS = slot_CBS.shape[2], slot_CBS[rank]
-    start_BS = start_BR.gather(1, slot_BS)
-    first_BS = start_BS if window is None else torch.maximum(start_BS, slot_BS - (window - 1))
-    alike = len(slot_BS) == 1 or all(bool((x == x[..., :1, :]).all()) for x in (slot_CBS, start_BR))
-    if alike or num_slots**2 <= HIDDEN_PAIRS:
-        groups = [(slice(None), slice(0, 1) if alike else slice(None))]
-    else:
-        groups = [(slice(row, row + 1),) * 2 for row in range(len(slot_BS))]
-    low_CBS = torch.searchsorted(slot_CBS, first_BS.expand_as(slot_CBS).contiguous())
-    high_CBS = torch.searchsorted(slot_CBS, slot_BS.expand_as(slot_CBS).contiguous(), right=True)
-    seen_2CBS = torch.stack([low_CBS, high_CBS])
-    for_masks_2CBS = seen_2CBS.to(device)  # one copy for all masks
-    tiles: list[list[Tile]] = [[] for _ in slot_CBS]
-    for rows, read in groups:
-        cuts = _cuts(slot_BS[read], start_BS[read])
-        for other, of_rank in enumerate(tiles):
-            low_high = seen_2CBS[:, other, read], for_masks_2CBS[:, other, read]
-            of_rank.extend(_rectangles(rows, *low_high, slice(0, num_slots), cuts))
-    return tiles
+def tiles_of(split: ContextSplit) -> RowTiles:
+    """The tiles of rows that ranks share; made at the first layer that asks, and dropped with the split."""
+    return once_per_microbatch(split, "tiles", lambda: RowTiles(split.slot_CBS, split.document_BR))
 
 
-def _on_host(split: ContextSplit) -> tuple[Tensor, Tensor]:
-    """Slots of all ranks, and where the document of every slot of the whole rows begins."""
-    slot_CBS, document_BR = split.slot_CBS, split.document_BR
-    ranks, batch, num_slots = slot_CBS.shape
-    if document_BR is None:
-        slot_CBS = slot_CBS.cpu().contiguous()
-        _check_slots(slot_CBS)
-        return slot_CBS, torch.zeros(batch, ranks * num_slots, dtype=torch.int64)
-    together = torch.cat([slot_CBS.flatten(), document_BR.flatten().to(slot_CBS.device)]).cpu()  # one copy, one wait
-    slot_CBS = together[: slot_CBS.numel()].view(slot_CBS.shape)
-    document_BR = together[slot_CBS.numel() :].view(document_BR.shape)
-    _check_slots(slot_CBS)
+def _starts(document_BR: Tensor) -> Tensor:
+    """Where the document of every slot begins."""
     new_BR = torch.ones_like(document_BR, dtype=torch.bool)
     new_BR[:, 1:] = document_BR.diff(dim=1) != 0
     numbers_B = (document_BR.sort(dim=1).values.diff(dim=1) != 0).sum(1) + 1
@@ -118,8 +120,7 @@ def _on_host(split: ContextSplit) -> tuple[Tensor, Tensor]:
             f"the slots of a document are consecutive, but row {row} has {int(numbers_B[row])} documents in "
             f"{int(new_BR[row].sum())} pieces; give every piece a document number of its own"
         )
-    start_BR = torch.where(new_BR, torch.arange(document_BR.shape[1]), 0).cummax(dim=1).values
-    return slot_CBS, start_BR
+    return torch.where(new_BR, torch.arange(document_BR.shape[1]), 0).cummax(dim=1).values
 
 
 def _check_slots(slot_CBS: Tensor) -> None:
