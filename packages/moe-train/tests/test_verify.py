@@ -146,6 +146,44 @@ def test_r043_the_standard_models_on_eight_ranks(recipe, overrides):
     assert_all_hold(deviations(chosen, *overrides, steps=2, recipe=recipe))
 
 
+# One rank of dp, or with others; and stages of unequal size, some empty, as one chunk of a rank and as two.
+PIPELINES = {
+    "pp2": (2, {"pp": 2}),
+    "pp4": (4, {"pp": 4}),
+    "pp2 tp2 ep2": (4, {"pp": 2, "tp": 2, "ep": 2}),
+    "pp2 cp2": (4, {"pp": 2, "cp": 2}),
+    "pp4 dp2 uneven": (8, {"pp": 4, "ep": 2}),
+}
+UNEVEN = {
+    ("tiny_qwen3_moe", 1): "Et|t|t|L",
+    ("tiny_qwen3_moe", 2): "E|t|t||t|||L",
+    ("tiny_deepseek_v3", 1): "Et|t|tmm|L",
+    ("tiny_deepseek_v3", 2): "E|t|t||t||mm|L",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("recipe", STANDARD)
+def test_every_schedule_of_a_pipeline_equals_one_process(recipe, name):
+    """Embedding and output projection are one parameter, of the first and the last stage, and of the tokens ahead."""
+    world, degrees = PIPELINES[name]
+    chosen = [
+        spread(
+            world,
+            "zero1",
+            2,
+            **degrees,
+            schedule=schedule,
+            vpp=vpp,
+            # Three layers are too few for eight stages of equal size.
+            pipeline=UNEVEN[recipe, vpp] if "uneven" in name or degrees["pp"] * vpp == 8 else None,
+        )
+        for schedule, vpp in module.ORDERS
+    ]
+    assert_all_hold(deviations(chosen, "model.tied_embeddings=true", steps=3, recipe=recipe))
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
