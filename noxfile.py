@@ -32,7 +32,7 @@ SIBLINGS = {
 TORCH = ["torch", "numpy"]
 BUILD = ["hatchling"]
 RUNTIME = ["pydantic", "rich", "rich-argparse", "safetensors", "tomli-w"]
-TESTS = ["pytest", "pytest-randomly", "pytest-timeout", "hypothesis", "transformers"]
+TESTS = ["pytest", "pytest-randomly", "pytest-timeout", "hypothesis", "transformers", "triton"]
 CHECKS = ["ruff", "mypy", "import-linter"]
 
 # One thread everywhere: OpenMP spin barriers make two threads on a busy core far slower than one.

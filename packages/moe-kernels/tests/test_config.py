@@ -21,6 +21,8 @@ def fields(num_experts: int, **options: Any) -> list[str]:
         (8, {"top_k": 4, "groups": 4, "group_top_k": 2}),
         (8, {"top_k": 3, "groups": 8, "group_top_k": 3}),
         (1, {"top_k": 1}),
+        (8, {"jitter": 0.01, "sinkhorn_iterations": 4}),
+        (8, {"groups": 2, "force_balance": True}),
     ],
 )
 def test_legal_configurations_have_no_problem(num_experts: int, options: dict[str, Any]) -> None:
@@ -36,6 +38,12 @@ def test_legal_configurations_have_no_problem(num_experts: int, options: dict[st
         (8, {"scale": math.inf}, "scale"),
         (8, {"scale": math.nan}, "scale"),
         (8, {"score": "sigmoid", "softmax_order": "after_topk"}, "softmax_order"),
+        (8, {"jitter": 1.0}, "jitter"),
+        (8, {"jitter": -0.1}, "jitter"),
+        (8, {"jitter": math.nan}, "jitter"),
+        (8, {"sinkhorn_iterations": -1}, "sinkhorn_iterations"),
+        (8, {"sinkhorn_iterations": 2, "groups": 2}, "sinkhorn_iterations"),
+        (8, {"sinkhorn_iterations": 2, "force_balance": True}, "sinkhorn_iterations"),
     ],
 )
 def test_each_violated_rule_names_its_field(num_experts: int, options: dict[str, Any], field: str) -> None:

@@ -15,11 +15,24 @@ from moe_kernels import GROUPED_GEMM, MoeKernelsError, PluginError, select_group
 from moe_kernels.grouped_gemm import GroupedGemm, KernelSpec, grouped_gemm, torch_backend
 from moe_kernels.grouped_gemm.loop_backend import LoopGroupedGemm
 from moe_kernels.grouped_gemm.torch_backend import TorchGroupedGemm, aligned_mm, aligned_wgrad
-from moe_kernels.testing import GroupedGemmConformance, RaggedCase
+from moe_kernels.grouped_gemm.triton_backend import TritonGroupedGemm
+from moe_kernels.implementation import triton_unavailable
+from moe_kernels.testing import FEW_RAGGED_CASES, GroupedGemmConformance, RaggedCase
 
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALF)
-offsets = pytest.mark.parametrize("backend", [LoopGroupedGemm(), TorchGroupedGemm()], ids=["loop", "torch"])
+needs_interpreter = pytest.mark.skipif(
+    triton_unavailable("cpu") is not None, reason="Triton computes with CPU tensors in its interpreter alone"
+)
+on_host = pytest.mark.parametrize("backend", [LoopGroupedGemm(), TorchGroupedGemm()], ids=["loop", "torch"])
+offsets = pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(LoopGroupedGemm(), id="loop"),
+        pytest.param(TorchGroupedGemm(), id="torch"),
+        pytest.param(TritonGroupedGemm(), id="triton", marks=needs_interpreter),
+    ],
+)
 
 
 class TestLoop(GroupedGemmConformance):
@@ -145,9 +158,12 @@ MUTANTS = [
 ]
 
 
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize(("method", "damage"), MUTANTS)
-def test_r128_the_kit_fails_for_a_damaged_backend(method: str, damage: Callable[..., Tensor]) -> None:
+def test_r128_the_kit_fails_for_a_damaged_backend(method: str, damage: Callable[..., Tensor], few: bool) -> None:
     kit = GroupedGemmConformance()
+    if few:
+        kit.features, kit.cases = ((31, 17),), FEW_RAGGED_CASES
     kit.backend = Damaged(method, damage)
     tests = [test for name, test in inspect.getmembers(kit, inspect.ismethod) if name.startswith("test_")]
     assert len(tests) == 6
@@ -236,7 +252,7 @@ def test_r053_only_the_gradients_that_are_needed(backend: GroupedGemm, needed: s
         assert calls == [needed]
 
 
-@offsets
+@on_host
 def test_offsets_beyond_the_rows_are_refused(backend: GroupedGemm) -> None:
     x_RK, w_EKN, _ = drawn(RaggedCase("mixed", (4, 4)), 8, 8, torch.float32)
     beyond_E = torch.tensor([4, 9], dtype=torch.int32)

@@ -1,10 +1,16 @@
-"""Shape legend: B sequences, S slots, H heads, D features of a head, F rotated features."""
+"""Tests in fp64 are of the plain implementation; those with a fixture `implementation` are of both.
+
+Shape legend: B sequences, S slots, H heads, D features of a head, F rotated features.
+"""
 
 import pytest
 import torch
 from torch import Tensor
 
 from moe_kernels import MoeKernelsError, YarnConfig, apply_rope, rope_tables, yarn_softmax_factor
+from moe_kernels.testing import rounding_error
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def rotated_by_complex_numbers(x_BSHD: Tensor, position_BS: Tensor, features: int, base: float) -> Tensor:
@@ -39,28 +45,35 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda x: apply_rope(x, *tables), x_BSHD)
 
 
+@pytest.mark.usefixtures("implementation")
 def test_strides_of_any_kind_are_taken() -> None:
     """Attention kernels return gradients with heads before slots."""
-    x_BSHD = torch.randn(2, 3, 5, 4, dtype=torch.float64).transpose(1, 2)
-    position_BS = torch.arange(5).expand(2, 5)
-    got = apply_rope(x_BSHD, *rope_tables(position_BS, 4, 10.0, torch.float64))
-    torch.testing.assert_close(got, rotated_by_complex_numbers(x_BSHD, position_BS, 4, 10.0))
+    x_BSHD = torch.randn(2, 3, 5, 4, device=DEVICE).transpose(1, 2)
+    position_BS = torch.arange(5, device=DEVICE).expand(2, 5)
+    tables = rope_tables(position_BS, 4, 10.0, torch.float32)
+    expected = rotated_by_complex_numbers(x_BSHD.double(), position_BS, 4, 10.0).float()
+    torch.testing.assert_close(apply_rope(x_BSHD, *tables), expected)
+    every_other_feature = torch.stack((x_BSHD, torch.full_like(x_BSHD, float("nan"))), -1)[..., 0]
+    torch.testing.assert_close(apply_rope(every_other_feature, *tables), expected)
+    one_head = x_BSHD[:, :, :1].expand(-1, -1, 3, -1)
+    torch.testing.assert_close(apply_rope(one_head, *tables), expected[:, :, :1].expand(-1, -1, 3, -1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_is_rounded_once(dtype: torch.dtype) -> None:
-    x_BSHD = torch.randn(2, 64, 3, 8).to(dtype)
-    position_BS = torch.arange(64).expand(2, 64)
+def test_low_precision_is_rounded_once(dtype: torch.dtype, implementation: str) -> None:
+    x_BSHD = torch.randn(2, 64, 3, 8, device=DEVICE).to(dtype)
+    position_BS = torch.arange(64, device=DEVICE).expand(2, 64)
     tables = rope_tables(position_BS, 8, 1e4, dtype)
     assert tables[0].dtype == torch.float32
     got = apply_rope(x_BSHD, *tables)
     exact = rotated_by_complex_numbers(x_BSHD.double(), position_BS, 8, 1e4)
     assert got.dtype == dtype
     # Cancellation leaves the error of the fp32 products, so the size of the pair counts.
-    limit = exact.abs() * torch.finfo(dtype).eps / 2 + 1e-5
+    limit = exact.abs() * rounding_error(dtype, implementation) + 1e-5
     assert ((got.double() - exact).abs() <= limit).all()
 
 
+@pytest.mark.usefixtures("implementation")
 def test_equals_llama_of_transformers() -> None:
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     import transformers
@@ -73,9 +86,10 @@ def test_equals_llama_of_transformers() -> None:
     position_BS = torch.stack((torch.arange(12), torch.arange(100, 112)))
     cos, sin = llama.LlamaRotaryEmbedding(hf_config)(q_BHSD, position_BS)
     expected = llama.apply_rotary_pos_emb(q_BHSD, k_BHSD, cos, sin)
-    tables = rope_tables(position_BS, 16, 5e5, torch.float32)
+    tables = rope_tables(position_BS.to(DEVICE), 16, 5e5, torch.float32)
     for x_BHSD, want_BHSD in zip((q_BHSD, k_BHSD), expected, strict=True):
-        torch.testing.assert_close(apply_rope(x_BHSD.transpose(1, 2), *tables).transpose(1, 2), want_BHSD)
+        y_BHSD = apply_rope(x_BHSD.to(DEVICE).transpose(1, 2), *tables).transpose(1, 2)
+        torch.testing.assert_close(y_BHSD.cpu(), want_BHSD)
 
 
 def test_what_cannot_be_rotated_is_refused() -> None:
@@ -83,6 +97,8 @@ def test_what_cannot_be_rotated_is_refused() -> None:
         rope_tables(torch.arange(3)[None], 7, 10.0, torch.float32)
     with pytest.raises(MoeKernelsError, match="4 features cannot rotate 6"):
         apply_rope(torch.zeros(1, 3, 2, 4), *rope_tables(torch.arange(3)[None], 6, 10.0, torch.float32))
+    with pytest.raises(MoeKernelsError, match=r"tables for \(1, 3\) positions cannot rotate \(2, 3\)"):
+        apply_rope(torch.zeros(2, 3, 2, 6), *rope_tables(torch.arange(3)[None], 6, 10.0, torch.float32))
 
 
 @pytest.mark.parametrize(("all_dim", "factor"), [(0.707, 1.5896), (1.0, 1.8739), (0.0, 1.0)])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_memory import MoeMemoryError, OptimConfig, PeakMemory, SavedBytes, Zero1, measure
+from moe_memory import LiveBytes, MoeMemoryError, OptimConfig, PeakMemory, SavedBytes, Zero1, measure
 from moe_memory.recompute import KEEP, RECOMPUTE, run_unit
 from moe_parallel import AxisGroups, ShardSpec
 
@@ -75,6 +75,17 @@ def test_a_measured_graph_is_freed_with_its_last_reference():
         gc.enable()
 
 
+def test_what_is_saved_lives_no_longer_than_its_graph():
+    x = torch.randn(1000, requires_grad=True)
+    with SavedBytes() as saved:
+        y = x.exp()
+        watched = weakref.ref(y.untyped_storage())
+        y.sum().backward()
+        del y
+        assert watched() is None
+    assert saved.total_bytes == 4000
+
+
 def test_only_what_is_saved_inside_counts_and_each_opening_starts_anew():
     scale = torch.ones(1, requires_grad=True)
     saved = SavedBytes(exclude=[scale])
@@ -109,6 +120,39 @@ def test_full_recompute_keeps_only_the_input_of_each_unit():
     assert found[RECOMPUTE] == 3 * size
     # Plain: the input, and the output of each of 15 tanh, which is the factor of the next multiplication too.
     assert found[KEEP] == (1 + 3 * 5) * size
+
+
+def test_live_bytes_of_a_few_operators_by_hand():
+    before = torch.zeros(100)
+    with LiveBytes(also=[before, before[10:]]) as live:
+        assert live.live_bytes == live.peak_bytes == 400
+        x = before + 1
+        views = [x[:50], x.view(10, 10), *x.split(20)]
+        assert live.live_bytes == 800
+        y = (x * 2).double()
+        assert live.live_bytes == 800 + 800
+        assert live.peak_bytes == 800 + 400 + 800
+        del y
+        live.restart_peak()
+        x.mul_(2)
+        views[0].add_(1)
+        assert live.live_bytes == live.peak_bytes == 800
+        del x
+        assert live.live_bytes == 800
+        del views
+        assert live.live_bytes == 400
+    del before
+    assert live.live_bytes == 0  # freed later
+
+
+def test_live_bytes_see_the_backward():
+    x = torch.randn(1000, requires_grad=True)
+    with LiveBytes() as live:
+        loss = x.exp().sum()
+        assert live.live_bytes == 4000 + 4  # exp keeps its output
+        loss.backward()
+        assert live.live_bytes == 4000 + 4  # freed, and a gradient in its place
+        assert live.peak_bytes >= 2 * 4000 + 4
 
 
 requires_marks = pytest.mark.skipif(

@@ -4,8 +4,8 @@
     python packages/moe-train/benchmarks/long_context.py            # rows of 65,536 tokens, minutes per layout
     python packages/moe-train/benchmarks/long_context.py --slots 8192
 
-One row of a tiny model, in one process and over tp and cp. What is kept falls as 1 / (tp * cp), and the loss stays the
-same; ratios are to one process divided by the ranks.
+One row of the recipe `tiny_long_context`, in one process and over tp and cp. What is kept falls as 1 / (tp * cp), and
+the loss stays the same; ratios are to one process divided by the ranks.
 """
 
 import argparse
@@ -20,17 +20,6 @@ from moe_train.data.microbatches import next_step
 from moe_train.step import run_step
 
 LAYOUTS = ({}, {"cp": 2}, {"tp": 2}, {"tp": 2, "cp": 2}, {"cp": 4, "cp_kind": "gather"})
-SIZES = (
-    "model.num_layers=2",
-    "model.model_features=32",
-    "model.num_heads=4",
-    "model.head_features=8",
-    "model.expert_features=32",
-    "train.global_batch_sequences=1",
-    "train.microbatch_sequences=1",
-    "train.device=cpu",
-    "train.threads=1",
-)
 
 
 def main() -> None:
@@ -44,8 +33,13 @@ def main() -> None:
     for parallel in LAYOUTS:
         degrees = {axis: size for axis, size in parallel.items() if axis in ("tp", "cp")}
         world = degrees.get("tp", 1) * degrees.get("cp", 1)
-        settings = [*SIZES, f"data.sequence_length={slots}", *(f"parallel.{key}={v}" for key, v in parallel.items())]
-        config = load_config("tiny_moe", [], settings, world=world).config
+        settings = [
+            f"data.sequence_length={slots}",
+            "train.device=cpu",
+            "train.threads=1",
+            *(f"parallel.{key}={v}" for key, v in parallel.items()),
+        ]
+        config = load_config("tiny_long_context", [], settings, world=world).config
         data = data or load_data(config)
 
         def on_rank(mesh, config=config, data=data):

@@ -12,11 +12,14 @@ class KernelsConfig:
     Attributes:
         grouped_gemm: name of an installed grouped GEMM backend, or `auto`: the first of an ordered list that supports
             the dtype and the device.
+        implementation: of everything else that has a Triton kernel: `plain` composes PyTorch's operators, `triton` runs
+            the kernels, `auto` takes these for CUDA tensors of at most float32 where Triton is installed.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     grouped_gemm: str = "auto"
+    implementation: Literal["auto", "plain", "triton"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,10 @@ class RouterConfig:
         group_top_k: open groups per token.
         allow_constant_weight: accept K = 1 with a weight that is always `scale`, which gives the router no gradient
             from the language-model loss.
+        jitter: in training, what the gate reads is multiplied by random numbers in [1 - jitter, 1 + jitter).
+        sinkhorn_iterations: in training, experts are chosen by a transport plan that loads them evenly, found in as
+            many iterations; 0 chooses by the scores. Weights come from the scores either way.
+        force_balance: in training, every expert gets equally many choices, whatever the logits; for benchmarks.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
@@ -85,6 +92,9 @@ class RouterConfig:
     groups: int = 1
     group_top_k: int = 1
     allow_constant_weight: bool = False
+    jitter: float = 0.0
+    sinkhorn_iterations: int = 0
+    force_balance: bool = False
 
     def problems(self, num_experts: int) -> list[tuple[str, str]]:
         """Every violated rule in a layer of `num_experts` experts: (field, sentence that names the legal values)."""
@@ -110,7 +120,19 @@ class RouterConfig:
             )
         if not (isfinite(self.scale) and self.scale > 0):
             found.append(("scale", "The factor on the weights must be finite and above 0."))
-        return found + self._group_problems(num_experts)
+        return found + self._training_problems() + self._group_problems(num_experts)
+
+    def _training_problems(self) -> list[tuple[str, str]]:
+        found = []
+        if not 0 <= self.jitter < 1:
+            found.append(("jitter", "It lies in [0, 1), where no input of the gate changes its sign; 0 for none."))
+        if self.sinkhorn_iterations < 0:
+            found.append(("sinkhorn_iterations", "The number of iterations is at least 0; 0 chooses by the scores."))
+        elif self.sinkhorn_iterations and (self.groups > 1 or self.force_balance):
+            other = "groups" if self.groups > 1 else "force_balance"
+            rule = f"A transport plan chooses among all experts; set it to 0, or leave {other} at its default."
+            found.append(("sinkhorn_iterations", rule))
+        return found
 
     def _group_problems(self, num_experts: int) -> list[tuple[str, str]]:
         if self.groups < 1 or num_experts % self.groups:
@@ -137,4 +159,46 @@ class RouterConfig:
                     f"top_k / group_top_k best scores: {legal}.",
                 )
             )
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityConfig:
+    """How many choices an expert takes at most; a choice beyond adds nothing to its token, as if it were not made.
+
+    Attributes:
+        factor: the capacity is this times the choices per expert if all experts had equally many, rounded up, and at
+            most one for each token; none limits nothing.
+        policy: which choices an expert keeps, those of the largest weight (`probability`) or of the first tokens
+            (`position`).
+        min_capacity: the capacity is at least this, where there are so many tokens.
+        scope: whose tokens compete, those of a `rank`, so that what is dropped depends on the layout, or of a
+            `microbatch` on all ranks that share it, which exchange the weights of their choices.
+        pad: every expert gets as many rows as its capacity, so that shapes do not depend on the choices.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    factor: float | None = None
+    policy: Literal["probability", "position"] = "probability"
+    min_capacity: int = 0
+    scope: Literal["rank", "microbatch"] = "rank"
+    pad: bool = False
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Every violated rule: (field, sentence that names the legal values)."""
+        found = []
+        if self.factor is not None and not (isfinite(self.factor) and self.factor > 0):
+            found.append(("factor", "The factor must be finite and above 0, or none, which limits nothing."))
+        for name, legal in (("policy", ("probability", "position")), ("scope", ("rank", "microbatch"))):
+            if getattr(self, name) not in legal:
+                found.append((name, f"It must be one of {', '.join(legal)}."))
+        if self.min_capacity < 0:
+            found.append(("min_capacity", "It must be at least 0."))
+        if self.factor is None:
+            found += [
+                (name, "It has no effect without a factor; set one, or leave this out.")
+                for name in ("min_capacity", "pad")
+                if getattr(self, name)
+            ]
         return found

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_kernels.dtypes import internal_dtype
 from moe_kernels.errors import MoeKernelsError
+from moe_kernels.implementation import uses_triton
 from moe_kernels.passes import row_slices
 
 
@@ -28,11 +29,18 @@ def cross_entropy(
             (1 - e) CE(target) + e mean over v of CE(v).
 
     Raises:
-        MoeKernelsError: `label_smoothing` outside [0, 1].
-        RuntimeError: a valid target outside [0, V), on a CPU.
+        MoeKernelsError: `label_smoothing` outside [0, 1], or not a target (and a validity) for each token.
+        RuntimeError: a valid target outside [0, V), on a CPU. A Triton kernel gives it a loss of NaN.
     """
     if not 0 <= label_smoothing <= 1:
         raise MoeKernelsError(f"label_smoothing is a share between 0 and 1, not {label_smoothing}")
+    # A kernel would read what is not there.
+    tokens = logits_TV.shape[0]
+    if targets_T.shape[0] != tokens or (valid_T is not None and valid_T.shape[0] != tokens):
+        valid = "" if valid_T is None else f" and {tuple(valid_T.shape)} of valid"
+        raise MoeKernelsError(
+            f"logits {tuple(logits_TV.shape)} have a target for each row, not {tuple(targets_T.shape)} of them{valid}"
+        )
     return _cross_entropy(logits_TV, targets_T, valid_T, label_smoothing)
 
 
@@ -41,10 +49,18 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits_TV: Tensor, targets_T: Tensor, valid_T: Tensor | None, label_smoothing: float
     ) -> Tensor:
+        ctx.label_smoothing = label_smoothing
+        ctx.triton = uses_triton(logits_TV)
+        loss_T: Tensor
+        if ctx.triton:
+            from moe_kernels.triton_kernels import cross_entropy as kernels
+
+            loss_T, max_T, sum_T = kernels.cross_entropy(logits_TV, targets_T, valid_T, label_smoothing)
+            ctx.save_for_backward(logits_TV, targets_T, valid_T, max_T, sum_T)
+            return loss_T
         if valid_T is not None:
             targets_T = targets_T.masked_fill(~valid_T, 0)
         ctx.save_for_backward(logits_TV, targets_T, valid_T)
-        ctx.label_smoothing = label_smoothing
         internal = internal_dtype(logits_TV.dtype)
         loss_T = logits_TV.new_empty(logits_TV.shape[0], dtype=internal)
         for rows in row_slices(logits_TV):
@@ -58,6 +74,10 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.triton:
+            from moe_kernels.triton_kernels import cross_entropy as kernels
+
+            return kernels.cross_entropy_backward(grad_T, *ctx.saved_tensors, ctx.label_smoothing), None, None, None
         logits_TV, targets_T, valid_T = ctx.saved_tensors
         dlogits_TV = logits_TV.new_empty(logits_TV.shape)
         smoothing = ctx.label_smoothing

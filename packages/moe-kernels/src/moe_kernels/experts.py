@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from moe_kernels.activation import Activation, gated_activation
 from moe_kernels.dtypes import internal_dtype
 from moe_kernels.grouped_gemm import GroupedGemm, grouped_gemm
+from moe_kernels.implementation import uses_triton
 
 ProbsOn = Literal["activation", "output", "input"]
 
@@ -69,7 +70,11 @@ class GroupedExperts(nn.Module):
         if self.probs_on == "input":
             rows_RD = _scaled(rows_RD, probs_R)
         h_RF2 = grouped_gemm(rows_RD, self.w1_ED2F.flatten(2), offsets_E, self.backend)
-        a_RF = gated_activation(h_RF2, probs_R if self.probs_on == "activation" else None, self.activation)
+        weight_R = probs_R if self.probs_on == "activation" else None
+        # A kernel does not read the rows after the last offset. The product made them zero, so that plainly they are
+        # zero already, and another pass over all rows would be for nothing.
+        num_rows = offsets_E[-1:] if uses_triton(h_RF2) else None
+        a_RF = gated_activation(h_RF2, weight_R, self.activation, rows=num_rows)
         y_RD = grouped_gemm(a_RF, self.w2_EFD, offsets_E, self.backend)
         return _scaled(y_RD, probs_R) if self.probs_on == "output" else y_RD
 

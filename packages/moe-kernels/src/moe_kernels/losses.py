@@ -13,7 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from moe_kernels.dtypes import internal_dtype
 from moe_kernels.errors import MoeKernelsError
-from moe_kernels.routing import stable_top_k
+from moe_kernels.implementation import uses_triton
+from moe_kernels.top_k import stable_top_k
 
 
 def balance_loss(
@@ -41,7 +42,11 @@ def balance_loss(
         valid_T: bool, False for tokens that belong to no statistic.
         reduce: sums a tensor over the ranks that share the segments. It is called once, with a tensor of counts
             [G, E + 1] of its own to overwrite or not.
+
+    Raises:
+        MoeKernelsError: not a segment, choices and a validity for each token.
     """
+    _check_tokens(scores_TE, ids_TK=ids_TK, segment_T=segment_T, valid_T=valid_T)
     return _balance_loss(scores_TE, ids_TK, segment_T, num_segments, valid_T, reduce)
 
 
@@ -67,12 +72,19 @@ def global_balance_loss(
         valid_T: bool, False for padding tokens.
 
     Raises:
-        MoeKernelsError: a window or a step without tokens.
+        MoeKernelsError: a window or a step without tokens, or not as many counts as experts, or not as many validities
+            as tokens.
     """
     if num_tokens < 1 or (isinstance(count_tokens, int) and count_tokens < 1):
         raise MoeKernelsError(
             f"the global balance loss needs tokens in its window and in its step, got {count_tokens} and {num_tokens}"
         )
+    _check_tokens(scores_TE, valid_T=valid_T)
+    if counts_E.shape != scores_TE.shape[1:]:
+        raise MoeKernelsError(f"{scores_TE.shape[1]} experts have as many counts, not {tuple(counts_E.shape)} of them")
+    if uses_triton(scores_TE):
+        slope_E = counts_E.to(scores_TE.dtype) * (scores_TE.shape[-1] / (top_k * num_tokens)) / count_tokens
+        return _weighted_scores(scores_TE, slope_E, valid_T)
     load_T = scores_TE @ counts_E.to(scores_TE.dtype)
     if valid_T is not None:
         load_T = load_T.masked_fill(~valid_T, 0)
@@ -86,6 +98,8 @@ def plain_choices(scores_TE: Tensor, top_k: int) -> Tensor:
 
 def z_loss(logits_TE: Tensor) -> Tensor:
     """logsumexp(l)² of each token, [T], internal dtype; keeps router logits small (ST-MoE, arXiv 2202.08906)."""
+    if uses_triton(logits_TE):
+        return _z_loss(logits_TE)
     return torch.logsumexp(logits_TE.to(internal_dtype(logits_TE.dtype)), -1).square()
 
 
@@ -103,6 +117,13 @@ def inject_gradient(x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
     return _inject_gradient(x, loss, scale)
 
 
+def _check_tokens(scores_TE: Tensor, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        # A kernel would read what is not there.
+        if tensor is not None and tensor.shape[0] != scores_TE.shape[0]:
+            raise MoeKernelsError(f"{scores_TE.shape[0]} tokens have scores, and {tensor.shape[0]} have {name}")
+
+
 class _BalanceLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -115,6 +136,17 @@ class _BalanceLoss(torch.autograd.Function):
         reduce: Callable[[Tensor], Tensor] | None,
     ) -> Tensor:
         num_experts, top_k = scores_TE.shape[-1], ids_TK.shape[-1]
+        ctx.triton = uses_triton(scores_TE)
+        if ctx.triton:
+            from moe_kernels.triton_kernels import losses as kernels
+
+            statistics = kernels.segment_counts(ids_TK, segment_T, valid_T, num_segments, num_experts)
+            if reduce is not None:
+                statistics = reduce(statistics)
+            slope_GE = kernels.balance_slope(statistics, num_experts / top_k)
+            ctx.save_for_backward(slope_GE, segment_T, valid_T)
+            loss_G: Tensor = kernels.weighted_scores(scores_TE, slope_GE, segment_T, valid_T)
+            return loss_G
         segments = torch.arange(num_segments, device=segment_T.device)
         member_GT = segment_T == segments[:, None]
         chosen_TK = ids_TK >= 0
@@ -134,7 +166,7 @@ class _BalanceLoss(torch.autograd.Function):
         if reduce is not None:
             statistics = reduce(statistics)
         counts_GE, tokens_G1 = torch.split(statistics.to(scores_TE.dtype), [num_experts, 1], -1)
-        slope_GE: Tensor = counts_GE * (num_experts / top_k) / tokens_G1.square().clamp(min=1)
+        slope_GE = counts_GE * (num_experts / top_k) / tokens_G1.square().clamp(min=1)
         ctx.save_for_backward(slope_GE, segment_T, valid_T)
         return (slope_GE * sums_GE).sum(-1)
 
@@ -142,6 +174,11 @@ class _BalanceLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_G: Tensor) -> tuple[Tensor | None, ...]:
         slope_GE, segment_T, valid_T = ctx.saved_tensors
+        if ctx.triton:
+            from moe_kernels.triton_kernels import losses as kernels
+
+            grad_TE = kernels.weighted_scores_backward(grad_G, slope_GE, segment_T, valid_T, segment_T.shape[0])
+            return grad_TE, None, None, None, None, None
         grad_TE = (slope_GE * grad_G[:, None]).index_select(0, segment_T)
         if valid_T is not None:
             grad_TE.masked_fill_(~valid_T[:, None], 0)
@@ -149,6 +186,54 @@ class _BalanceLoss(torch.autograd.Function):
 
 
 _balance_loss: Callable[..., Tensor] = _BalanceLoss.apply
+
+
+class _WeightedScores(torch.autograd.Function):
+    """sum over valid t and over e of slope_e * scores_te, by Triton kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, scores_TE: Tensor, slope_E: Tensor, valid_T: Tensor | None) -> Tensor:
+        from moe_kernels.triton_kernels import losses as kernels
+
+        ctx.tokens = scores_TE.shape[0]
+        ctx.save_for_backward(slope_E, valid_T)
+        loss_G: Tensor = kernels.weighted_scores(scores_TE, slope_E[None], None, valid_T)
+        return loss_G[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from moe_kernels.triton_kernels import losses as kernels
+
+        slope_E, valid_T = ctx.saved_tensors
+        return kernels.weighted_scores_backward(grad[None], slope_E[None], None, valid_T, ctx.tokens), None, None
+
+
+_weighted_scores: Callable[..., Tensor] = _WeightedScores.apply
+
+
+class _ZLoss(torch.autograd.Function):
+    """`z_loss` by Triton kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor) -> Tensor:
+        from moe_kernels.triton_kernels import losses as kernels
+
+        loss_T: Tensor
+        loss_T, lse_T = kernels.z_loss(logits_TE)
+        ctx.save_for_backward(logits_TE, lse_T)
+        return loss_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_T: Tensor) -> Tensor:
+        from moe_kernels.triton_kernels import losses as kernels
+
+        dlogits_TE: Tensor = kernels.z_loss_backward(grad_T, *ctx.saved_tensors)
+        return dlogits_TE
+
+
+_z_loss: Callable[..., Tensor] = _ZLoss.apply
 
 
 class _InjectGradient(torch.autograd.Function):

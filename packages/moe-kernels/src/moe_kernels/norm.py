@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moe_kernels.dtypes import internal_dtype
+from moe_kernels.errors import MoeKernelsError
+from moe_kernels.implementation import uses_triton
 from moe_kernels.passes import row_slices
 
 
@@ -18,8 +20,38 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dim, in the dtype of x, rounded once.
 
     x is [.., D], weight [D]. Kept for the backward pass: x, the weight and one number per row.
+
+    Raises:
+        MoeKernelsError: the weight has another number of features.
     """
+    _check_weight(x, weight)
     return _rms_norm(x, weight, eps)
+
+
+def rms_norm_residual(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`rms_norm(x + residual)` and x + residual, which is rounded to the dtype of x before it is normalised.
+
+    x and residual are [.., D], weight [D]. Kept for the backward pass: the sum, the weight and one number per row.
+
+    Raises:
+        MoeKernelsError: x and residual differ in shape or dtype, or the weight has another number of features.
+    """
+    if x.shape != residual.shape or x.dtype != residual.dtype:
+        raise MoeKernelsError(
+            f"a residual {tuple(residual.shape)} in {residual.dtype} cannot be added to {tuple(x.shape)} in {x.dtype}; "
+            "both must have the same shape and dtype"
+        )
+    _check_weight(x, weight)
+    if uses_triton(x):
+        return _rms_norm_residual(x, residual, weight, eps)
+    total = x + residual
+    return _rms_norm(total, weight, eps), total
+
+
+def _check_weight(x: Tensor, weight: Tensor) -> None:
+    # A kernel would read what is not there.
+    if weight.shape[0] != x.shape[-1]:
+        raise MoeKernelsError(f"a weight {tuple(weight.shape)} cannot scale rows of {x.shape[-1]} features")
 
 
 class RMSNorm(nn.Module):
@@ -53,6 +85,14 @@ class RMSNorm(nn.Module):
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        y: Tensor
+        ctx.triton = uses_triton(x)
+        if ctx.triton:
+            from moe_kernels.triton_kernels import norm as kernels
+
+            y, scale_R = kernels.rms_norm(x, weight_D, eps)
+            ctx.save_for_backward(x, weight_D, scale_R)
+            return y
         internal = internal_dtype(x.dtype)
         x_RD = x.reshape(-1, x.shape[-1])
         # Returned itself: fully_shard takes no module whose output is a view.
@@ -72,6 +112,11 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        if ctx.triton:
+            from moe_kernels.triton_kernels import norm as kernels
+
+            dx, dw_D = kernels.rms_norm_backward(grad, None, *ctx.saved_tensors)
+            return dx, dw_D, None
         x_RD, weight_D, scale_R1 = ctx.saved_tensors
         internal = internal_dtype(x_RD.dtype)
         grad_RD = grad.reshape(x_RD.shape)
@@ -89,4 +134,30 @@ class _RMSNorm(torch.autograd.Function):
         return dx_RD.view(grad.shape), dw_D.to(weight_D.dtype), None
 
 
+class _RMSNormResidual(torch.autograd.Function):
+    """By a kernel; without one it is composed of an addition and `_RMSNorm`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        from moe_kernels.triton_kernels import norm as kernels
+
+        ctx.set_materialize_grads(False)
+        y, total, scale_R = kernels.rms_norm_residual(x, residual, weight_D, eps)
+        ctx.save_for_backward(total, weight_D, scale_R)
+        return y, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: Tensor | None, grad_sum: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        if grad is None:
+            return grad_sum, grad_sum, None, None
+        from moe_kernels.triton_kernels import norm as kernels
+
+        dx, dw_D = kernels.rms_norm_backward(grad, grad_sum, *ctx.saved_tensors)
+        return dx, dx, dw_D, None
+
+
 _rms_norm: Callable[..., Tensor] = _RMSNorm.apply
+_rms_norm_residual: Callable[..., tuple[Tensor, Tensor]] = _RMSNormResidual.apply

@@ -1,6 +1,8 @@
 """Pointwise mathematics in passes over a few rows at a time, so that temporaries stay in the cache of a CPU."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -11,13 +13,29 @@ from torch import Tensor
 # noise.
 _ELEMENTS = 262_144
 
+_most_passes: ContextVar[int | None] = ContextVar("moe_kernels_most_passes", default=None)
+
+
+@contextmanager
+def at_most_passes(number: int) -> Iterator[None]:
+    """Inside, no tensor is cut into more passes, and temporaries are as much larger; of nested limits the lowest holds.
+
+    For tensors without memory, where an operator costs the same time whatever its size.
+    """
+    outer = _most_passes.get()
+    token = _most_passes.set(number if outer is None else min(number, outer))
+    try:
+        yield
+    finally:
+        _most_passes.reset(token)
+
 
 def row_slices(x: Tensor, dim: int = 0) -> Iterator[slice]:
     """Slices of x's dim that together cover it; a single one where launches cost more than memory (not on a CPU)."""
-    size, elements = x.shape[dim], x.numel()
+    size, elements, most = x.shape[dim], x.numel(), _most_passes.get()
     limit = _ELEMENTS * torch.get_num_threads()
     step = size
     if elements > limit and x.device.type == "cpu" and not torch.compiler.is_compiling():
-        step = max(limit * size // elements, 1)
+        step = max(limit * size // elements, 1 if most is None else -(-size // most))
     for start in range(0, size, max(step, 1)):
         yield slice(start, start + step)

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from moe_kernels.config import YarnConfig
 from moe_kernels.dtypes import internal_dtype
 from moe_kernels.errors import MoeKernelsError
+from moe_kernels.implementation import uses_triton
 from moe_kernels.passes import row_slices
 
 
@@ -86,14 +87,24 @@ def apply_rope(x_BSHD: Tensor, cos_BSF: Tensor, sin_BSF: Tensor) -> Tensor:
     Only the tables are kept for the backward pass, which rotates by the negative angle.
 
     Raises:
-        MoeKernelsError: heads narrower than the tables.
+        MoeKernelsError: heads narrower than the tables, or tables of other positions.
     """
-    if x_BSHD.shape[-1] < cos_BSF.shape[-1]:
-        raise MoeKernelsError(f"heads of {x_BSHD.shape[-1]} features cannot rotate {cos_BSF.shape[-1]} of them")
+    batch, slots, _, features = x_BSHD.shape
+    of_batch, of_slots, rotated = cos_BSF.shape
+    if features < rotated:
+        raise MoeKernelsError(f"heads of {features} features cannot rotate {rotated} of them")
+    if (batch, slots) != (of_batch, of_slots):
+        raise MoeKernelsError(f"tables for {(of_batch, of_slots)} positions cannot rotate {(batch, slots)} of them")
     return _rope(x_BSHD, cos_BSF, sin_BSF)
 
 
-def _rotate(x_BSHD: Tensor, cos_BSF: Tensor, sin_BSF: Tensor, sign: float) -> Tensor:
+def _rotate(x_BSHD: Tensor, cos_BSF: Tensor, sin_BSF: Tensor, sign: float, triton: bool) -> Tensor:
+    y_BSHD: Tensor
+    if triton:
+        from moe_kernels.triton_kernels import rope as kernels
+
+        y_BSHD = kernels.rope(x_BSHD, cos_BSF, sin_BSF, sign)
+        return y_BSHD
     rotated = cos_BSF.shape[-1]
     y_BSHD = x_BSHD.new_empty(x_BSHD.shape)
     for slots in row_slices(x_BSHD, 1):
@@ -110,13 +121,14 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BSHD: Tensor, cos_BSF: Tensor, sin_BSF: Tensor) -> Tensor:
         ctx.save_for_backward(cos_BSF, sin_BSF)
-        return _rotate(x_BSHD, cos_BSF, sin_BSF, 1.0)
+        ctx.triton = uses_triton(x_BSHD)
+        return _rotate(x_BSHD, cos_BSF, sin_BSF, 1.0, ctx.triton)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSHD: Tensor) -> tuple[Tensor, None, None]:
         cos_BSF, sin_BSF = ctx.saved_tensors
-        return _rotate(grad_BSHD, cos_BSF, sin_BSF, -1.0), None, None
+        return _rotate(grad_BSHD, cos_BSF, sin_BSF, -1.0, ctx.triton), None, None
 
 
 _rope: Callable[..., Tensor] = _Rope.apply

@@ -44,6 +44,8 @@ RAGGED_CASES = (
     RaggedCase("all empty, rows after", (0, 0, 0), rows_after=4),
     RaggedCase("no rows", (0, 0)),
 )
+# What finds most, for a backend that takes long.
+FEW_RAGGED_CASES = tuple(case for case in RAGGED_CASES if case.name in ("uneven", "rows after", "no rows"))
 
 
 def ragged_ids(
@@ -82,23 +84,35 @@ def poisoned_memory() -> Iterator[None]:
         memory.fill_uninitialized_memory = fill
 
 
+def rounding_error(dtype: torch.dtype, implementation: str) -> float:
+    """Largest relative error of a normal number that is rounded once: half a unit in the last place.
+
+    Triton's interpreter truncates to bfloat16 where a GPU rounds, which costs a whole unit.
+    """
+    truncates = implementation == "triton" and dtype == torch.bfloat16 and not torch.cuda.is_available()
+    return torch.finfo(dtype).eps * (1 if truncates else 0.5)
+
+
 class GroupedGemmConformance:
     """What every `GroupedGemm` must do. Subclass it in a test module, name the class `Test...`, and set the attributes.
 
     Results are judged per expert against a dense fp64 reference: the relative error may be twice that of the same
-    product formed plainly in the dtype under test. Inputs are of order one and every test runs in poisoned memory.
+    product formed plainly in the dtype under test, and in fp32 that of a sum in another order. Inputs are of order one
+    and every test runs in poisoned memory.
 
     Attributes:
         backend: the implementation under test.
         dtypes: those it supports.
         device: where tensors live.
         features: pairs (K, N); the odd ones are not aligned to anything.
+        cases: how many rows each expert has.
     """
 
     backend: GroupedGemm
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     device: str = "cpu"
     features: tuple[tuple[int, int], ...] = ((32, 48), (31, 17), (12, 20))
+    cases: tuple[RaggedCase, ...] = RAGGED_CASES
 
     def test_forward_is_the_product_with_each_experts_weight(self) -> None:
         def check(problem: _Problem) -> None:
@@ -169,7 +183,7 @@ class GroupedGemmConformance:
     def _for_every_problem(self, check: Callable[["_Problem"], None]) -> None:
         with poisoned_memory():
             for dtype in self.dtypes:
-                for case in RAGGED_CASES:
+                for case in self.cases:
                     for k, n in self.features:
                         check(_Problem.draw(case, k, n, dtype, self.device))
 
@@ -230,6 +244,10 @@ class _Problem:
         if start is not None or self.dtype == torch.float64:
             # The addition rounds once more; and fp64 is as exact as its reference.
             limit += 16 * torch.finfo(got.dtype).eps * scale
+        elif self.dtype == internal_dtype(self.dtype):
+            # Summed in the dtype itself, where one term after another rounds more than the partial sums of a library:
+            # by 0.2 sqrt(terms) eps, of terms of order one.
+            limit += a.shape[1] ** 0.5 / 4 * torch.finfo(self.dtype).eps * scale
         elif limit > 0:
             # A plain product may be exact by luck, and then another order of summation is no fault.
             limit += torch.finfo(self.dtype).eps / 16 * scale

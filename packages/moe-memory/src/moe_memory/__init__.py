@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         ones as ones,
         zeros as zeros,
     )
-    from moe_memory.measure import PeakMemory as PeakMemory, SavedBytes as SavedBytes
+    from moe_memory.measure import LiveBytes as LiveBytes, PeakMemory as PeakMemory, SavedBytes as SavedBytes
     from moe_memory.optim.adamw import AdamW as AdamW
     from moe_memory.optim.decay import is_decayed as is_decayed
     from moe_memory.optim.schedule import learning_rate as learning_rate
@@ -48,6 +48,7 @@ _MODULE_OF = {
     "InitRule": "initialise",
     "is_decayed": "optim.decay",
     "learning_rate": "optim.schedule",
+    "LiveBytes": "measure",
     "MemoryConfig": "config",
     "MoeMemoryError": "errors",
     "normal": "initialise",

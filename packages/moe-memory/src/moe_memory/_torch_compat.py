@@ -1,6 +1,9 @@
 """What this package uses of torch beyond its public interface, in one place."""
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from importlib import import_module
+from typing import Any
 
 from torch import Tensor
 
@@ -19,3 +22,20 @@ def import_compiler() -> None:
     Ranks that are forked later have it already.
     """
     import_module("torch._dynamo")
+
+
+def observe_results(observe: Callable[[object], None]) -> AbstractContextManager[object]:
+    """A context in which `observe` sees what every operator that this thread calls returns: tensors, lists of them."""
+    base = import_module("torch.utils._python_dispatch").TorchDispatchMode
+
+    def dispatch(
+        mode: object, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        observe(result)
+        return result
+
+    # torch otherwise imports its compiler (2 s) to keep it out of `__torch_dispatch__`.
+    members = {"__torch_dispatch__": dispatch, "_should_skip_dynamo": classmethod(lambda mode_type: False)}
+    mode: AbstractContextManager[object] = type("ResultMode", (base,), members)()
+    return mode

@@ -1,15 +1,21 @@
-"""Measurement: bytes that autograd keeps for the backward pass, and peak memory by phase."""
+"""Measurement: bytes that autograd keeps for the backward pass, bytes of live tensors, and peak memory by phase.
+
+A storage is one object in Python, whichever of its tensors is asked for it. So the first two tell storages apart by
+identity and not by address, and measure fake tensors, which have no memory, as they measure real ones.
+"""
 
 import resource
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from moe_memory._torch_compat import observe_results
 from moe_memory.errors import MoeMemoryError
 
 _STATUS = Path("/proc/self/status")
@@ -21,28 +27,22 @@ class SavedBytes:
 
     Each storage counts once, whole, whatever views of it are saved; storages of `exclude` (the parameters, which live
     anyway) do not count. Saved-tensor hooks see neither what torch's selective checkpointing caches nor what a `Replay`
-    remembers. What was saved stays alive until the context closes; opening it again starts from zero.
+    remembers. Nothing lives longer than without it; opening it again starts from zero.
+
+    Attributes:
+        total_bytes: of all storages saved so far.
+        num_storages: their number.
     """
 
     def __init__(self, exclude: Iterable[Tensor] = ()) -> None:
-        self._excluded = {tensor.untyped_storage().data_ptr() for tensor in exclude}
-        self._sizes: dict[int, int] = {}
-        # Storages are held so that an address cannot be used again and counted as the same one.
-        self._held: list[Tensor] = []
+        self._excluded = WeakSet(tensor.untyped_storage() for tensor in exclude)
+        self._seen = WeakSet[torch.UntypedStorage]()
+        self.total_bytes = self.num_storages = 0
         self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all storages saved so far."""
-        return sum(self._sizes.values())
-
-    @property
-    def num_storages(self) -> int:
-        """Number of storages saved so far."""
-        return len(self._sizes)
-
     def __enter__(self) -> "SavedBytes":
-        self._sizes.clear()
+        self._seen = WeakSet(self._excluded)
+        self.total_bytes = self.num_storages = 0
         self._hooks.__enter__()
         return self
 
@@ -50,16 +50,71 @@ class SavedBytes:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hooks.__exit__(kind, error, trace)
-        self._held.clear()
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        if address not in self._excluded and address not in self._sizes:
-            self._sizes[address] = storage.nbytes()
-            self._held.append(tensor.detach())
+        if storage not in self._seen:
+            self._seen.add(storage)
+            self.total_bytes += storage.nbytes()
+            self.num_storages += 1
         # A node that kept its own output would be a reference cycle; a detached alias is none.
         return tensor.detach()
+
+
+class LiveBytes:
+    """Counts the bytes of tensors: what lives now and the most that lived at once, at some microseconds an operator.
+
+    A storage counts, whole, from the first operator inside the context that returns a tensor of it until it is freed,
+    inside or later. Memory that a kernel takes for itself while it runs is not seen, nor is a storage that is resized
+    in place. What is done in other threads is not seen either; on a CPU autograd has none.
+
+    Args:
+        also: tensors that live already and count from the start.
+
+    Attributes:
+        live_bytes: of storages that live now.
+        peak_bytes: the largest value of that since the start, or since `restart_peak`.
+    """
+
+    def __init__(self, also: Iterable[Tensor] = ()) -> None:
+        self.live_bytes = self.peak_bytes = 0
+        # A storage is known by its number while it lives; the reference says when it no longer does.
+        self._known: dict[int, ref[torch.UntypedStorage]] = {}
+        self._mode = observe_results(self._count)
+        self._count(list(also))
+
+    def restart_peak(self) -> None:
+        """Look for the peak from here on."""
+        self.peak_bytes = self.live_bytes
+
+    def __enter__(self) -> "LiveBytes":
+        self._mode.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._mode.__exit__(kind, error, trace)
+
+    def _count(self, result: object) -> None:
+        if isinstance(result, Tensor):
+            self._take(result.untyped_storage())
+        elif isinstance(result, list | tuple):
+            for part in result:
+                self._count(part)
+
+    def _take(self, storage: torch.UntypedStorage) -> None:
+        number, size = id(storage), storage.nbytes()
+        if number in self._known:
+            return
+
+        def freed(_: object) -> None:
+            del self._known[number]
+            self.live_bytes -= size
+
+        self._known[number] = ref(storage, freed)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
 class PeakMemory:

@@ -15,6 +15,7 @@ from moe_comm.registry import build_dispatcher
 from moe_kernels import internal_dtype
 from moe_kernels.cross_entropy import cross_entropy
 from moe_kernels.grouped_gemm import select_grouped_gemm
+from moe_kernels.implementation import choose_implementation
 from moe_memory.data_parallel import DataParallelEngine, build_engine
 from moe_memory.initialise import initialise
 from moe_memory.recompute import activation_policy
@@ -110,7 +111,7 @@ def assemble(config: TrainConfig, groups: Groups | None = None, data: Data | Non
     loaded unless it is given.
 
     Sets torch's thread count and deterministic mode for the process, as `train.threads` and `train.deterministic` say,
-    and on a CPU the allocator.
+    which implementation computes (`kernels.implementation`), and on a CPU the allocator.
 
     Raises:
         MoeTrainError and the packages' own errors: a chosen backend cannot run here.
@@ -126,6 +127,7 @@ def assemble(config: TrainConfig, groups: Groups | None = None, data: Data | Non
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     dtype: torch.dtype = getattr(torch, config.memory.compute_dtype)
+    choose_implementation(config.kernels.implementation, device.type)
     groups = AxisGroups() if groups is None else groups
     data = load_data(config) if data is None else data
 

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from moe_kernels import TokenRandom
 from moe_parallel import Groups, all_reduce
 from moe_train.choices import MicrobatchChoices
 from moe_train.data.batch import Ahead, Batch
@@ -65,6 +66,7 @@ class RoutingScale:
         num_tokens: N_tok, valid tokens of the whole step.
         window: load of the previous step for the global balance loss; None where that loss is not used.
         choices: what routers repeat or leave behind; None where they do neither.
+        random: what the tokens draw.
         reduce: sums a tensor over the ranks that share the balance microbatches; None where this rank has them whole.
     """
 
@@ -77,6 +79,7 @@ class RoutingScale:
     num_tokens: int
     window: LoadWindow | None
     choices: MicrobatchChoices | None
+    random: TokenRandom
     reduce: Callable[[Tensor], Tensor] | None = None
 
 
@@ -109,6 +112,7 @@ class MicrobatchScale:
                 token_weight_T=part.routed(routing.token_weight_T),
                 balance_T=part.routed(routing.balance_T),
                 segment_T=part.routed(routing.segment_T),
+                random=replace(routing.random, index_T=part.routed(routing.random.index_T)),
                 choices=None if routing.choices is None else replace(routing.choices, part=part),
                 reduce=None if group is None else lambda tensor: all_reduce(tensor, group).wait(),
             ),
@@ -218,10 +222,13 @@ class StepScale:
         window: LoadWindow | None = None,
         choices: MicrobatchChoices | None = None,
         row_segments: int | None = None,
+        seed: int = 0,
+        step: int = 0,
     ) -> MicrobatchScale:
         """Weights for the whole rows of an execution microbatch, in the given (internal) dtype.
 
-        The host reads `row_segments` (`most_segments`) from the batch unless it is given.
+        The host reads `row_segments` (`most_segments`) from the batch unless it is given. What tokens draw depends on
+        `seed` and `step`.
         It must start at a multiple of `balance_sequences` of the global order, so that it holds whole balance
         microbatches. Terms that do not exist (no target, no token) get weight zero, never a division by zero.
         """
@@ -265,6 +272,7 @@ class StepScale:
                 num_tokens=self.num_tokens,
                 window=window,
                 choices=choices,
+                random=TokenRandom(seed=seed, step=step, index_T=batch.token_index_BS.reshape(-1)),
             ),
             ahead=tuple(
                 AheadScale(ahead=part, target_weight_T=target_weight(part.target_mask_BS, count))

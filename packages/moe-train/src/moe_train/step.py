@@ -53,6 +53,8 @@ def forward_backward(
     scale: StepScale,
     window: LoadWindow | None,
     choices: StepChoices | None = None,
+    *,
+    updates: int = 0,
 ) -> tuple[dict[str, Tensor], RouterStatistics]:
     """Add the gradients of this rank's share of a step; returns its part of statistics and losses by name.
 
@@ -64,7 +66,15 @@ def forward_backward(
     def weights(index: int, whole: Batch) -> MicrobatchScale:
         batch = microbatches[index].batch
         repeated = None if choices is None else choices.of(batch)
-        return scale.microbatch(whole, training.dtype, window, repeated, row_segments=most_segments(batch))
+        return scale.microbatch(
+            whole,
+            training.dtype,
+            window,
+            repeated,
+            row_segments=most_segments(batch),
+            seed=training.config.train.seed,
+            step=updates,
+        )
 
     chunks = build_chunks(training, microbatches, weights)
     schedule, groups = training.schedule, training.groups
@@ -103,7 +113,8 @@ def run_step(
     The host reads the loss and the norm, once each.
 
     Args:
-        updates: updates so far; drives the learning-rate schedule, so that a skipped step delays it.
+        updates: updates so far; drives the learning-rate schedule, so that a skipped step delays it, and is part of
+            the key of what tokens draw.
         window: expert load for the global balance loss.
         choices: what routers repeat, or a place for what they choose.
         inspect: called when all gradients are complete, before the update.
@@ -120,7 +131,7 @@ def run_step(
         depths=training.model.depths,
     )
     scale = here.over(training.groups)
-    losses_here, statistics_here = forward_backward(training, microbatches, scale, window, choices)
+    losses_here, statistics_here = forward_backward(training, microbatches, scale, window, choices, updates=updates)
     if inspect is not None:
         inspect()
     statistics, sums = statistics_here.summed(torch.stack(list(losses_here.values())), training.groups)

@@ -42,7 +42,7 @@ AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
 
 _STRIDE = 7
 # Schedules of a pipeline and chunks of a rank.
-_ORDERS: tuple[tuple[ScheduleName, int], ...] = (
+ORDERS: tuple[tuple[ScheduleName, int], ...] = (
     ("one_f_one_b", 1),
     ("interleaved", 2),
     ("gpipe", 1),
@@ -156,7 +156,7 @@ def _ways(config: TrainConfig, layout: ParallelLayout) -> Iterator[tuple[Engine,
     shared = layout.cp if config.parallel.dynamic_cp_tokens is None else layout.cp * layout.dp
     kinds: tuple[CpKind, ...] = get_args(CpKind) if shared > 1 else ("ring",)
     splits = (True, False) if layout.tp > 1 else (True,)
-    orders = _ORDERS if layout.pp > 1 else _ORDERS[:1]
+    orders = ORDERS if layout.pp > 1 else ORDERS[:1]
     for engine, split, kind, (schedule, vpp) in product(ENGINES, splits, kinds, orders):
         parallel = replace(
             config.parallel,
@@ -231,7 +231,7 @@ def _in_float64(config: TrainConfig) -> TrainConfig:
     return replace(
         config,
         memory=replace(config.memory, compute_dtype="float64"),
-        kernels=replace(config.kernels, grouped_gemm="loop"),
+        kernels=replace(config.kernels, grouped_gemm="loop", implementation="plain"),
         optim=replace(config.optim, lr=min(config.optim.lr, _LARGEST_LR), eps=1e-8),
         train=replace(config.train, threads=1, device="cpu"),
     )

@@ -16,7 +16,10 @@ class LaterGradients(Protocol):
     """Keeps gradients of weights for a pass of their own, which schedules that split the backward have."""
 
     def later(self, weight: Tensor, gradient: Callable[[], Tensor]) -> bool:
-        """Called in a backward: whether this gradient is left to later, and need not be given now."""
+        """Called in a backward: whether this gradient is left to later, and need not be given now.
+
+        `gradient` is called at most once, where autograd records nothing (`torch.no_grad`).
+        """
 
 
 _later: ContextVar[LaterGradients | None] = ContextVar("moe_kernels_later_gradients", default=None)

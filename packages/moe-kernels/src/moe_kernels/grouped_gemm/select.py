@@ -7,7 +7,9 @@ from moe_kernels.registry import PluginError, Registry
 
 GROUPED_GEMM = Registry("moe_kernels.grouped_gemm", "grouped GEMM backend", KernelSpec, GROUPED_GEMM_INTERFACE_VERSION)
 
-# Best first. A backend from elsewhere is chosen by its name.
+# Best first. A backend from elsewhere is chosen by its name. So is `triton` until it has been measured on a GPU: it is
+# to come before `torch` for what `benchmarks/grouped_gemm.py --backends torch triton` shows to be faster there. In fp16
+# and fp32 it alone leaves the host unsynchronised. With CPU tensors it runs in Triton's interpreter, for tests.
 AUTO_ORDER = ("torch", "loop")
 
 

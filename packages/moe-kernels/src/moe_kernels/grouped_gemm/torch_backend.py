@@ -1,24 +1,27 @@
 """The `torch` backend: `torch.nn.functional.grouped_mm` behind operators of our own, which take any K and N, keep the
 contract after the last offset, and trace, fake and count flops in every dtype.
 
-On an accelerator nothing is read on the host; on a CPU the offsets are in its memory. Shape legend as in `api`.
+On an accelerator we read nothing on the host; torch does, and loops, in other dtypes than bf16 and on GPUs other than
+sm_90 and sm_100. On a CPU the offsets are in its memory. Shape legend as in `api`.
 """
 
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from moe_kernels.dtypes import internal_dtype
 from moe_kernels.errors import MoeKernelsError
 from moe_kernels.grouped_gemm.api import GROUPED_GEMM_INTERFACE_VERSION, GroupedGemm, KernelSpec
 from moe_kernels.grouped_gemm.loop_backend import loop_mm, loop_wgrad, loop_wgrad_add_
+from moe_kernels.grouped_gemm.shapes import count_flops, fake_mm, fake_wgrad, fake_wgrad_add_
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT_BYTES = 16
+# Operands and results of so many elements are converted at once for products in another dtype: 1.2 to 2 times as fast
+# as group by group. With twice as many it may be half as fast, when every call writes to new pages (CPU, one thread).
+_FEW_ELEMENTS = 2**18
 
 # Defined through the library and not with `custom_op`: for 8 and 32 small groups a call takes 50 and 124 us against 98
 # and 214, and `F.grouped_mm` itself 35 and 109 (CPU, one thread). They need no autograd formula, because `grouped_gemm`
@@ -66,7 +69,8 @@ def product_dtype(x: Tensor) -> torch.dtype:
     Without AVX-512 `mm` in bf16 or fp16 runs at 1 to 20 GF/s on one thread, and at 56 to 64 with each group converted
     to fp32 and back. With AVX-512 bf16 runs at 480 GF/s as it is.
     """
-    return internal_dtype(x.dtype) if x.device.type == "cpu" and not _wide_cpu() else x.dtype
+    internal = internal_dtype(x.dtype)
+    return internal if internal != x.dtype and x.device.type == "cpu" and not _wide_cpu() else x.dtype
 
 
 @cache
@@ -91,11 +95,12 @@ def aligned_wgrad(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
     if x_RK.device.type == "cpu":
         _last_row(x_RK, offsets_E)
     w_EKN = F.grouped_mm(_pad_to_alignment(x_RK, 1).t(), _pad_to_alignment(grad_RN, 1), offs=offsets_E)
-    return w_EKN[:, : x_RK.shape[1], : grad_RN.shape[1]].contiguous()
+    k, n = x_RK.shape[1], grad_RN.shape[1]
+    return w_EKN if w_EKN.shape[1:] == (k, n) else w_EKN[:, :k, :n].contiguous()
 
 
 def _last_row(x: Tensor, offsets_E: Tensor) -> int:
-    end = int(offsets_E[-1])
+    end: int = offsets_E.tolist()[-1]  # a third of the time of int(offsets_E[-1])
     if end > x.shape[0]:
         # F.grouped_mm would leave out the missing rows in silence.
         raise MoeKernelsError(f"the last offset is {end}, but there are only {x.shape[0]} rows")
@@ -105,20 +110,27 @@ def _last_row(x: Tensor, offsets_E: Tensor) -> int:
 def _pad_to_alignment(x: Tensor, dims: int) -> Tensor:
     """Zeros after the last dims, so that all of them begin at multiples of 16 bytes, as `F.grouped_mm` demands."""
     multiple = _ALIGNMENT_BYTES // x.element_size()
-    pads = [pad for dim in range(1, dims + 1) for pad in (0, -x.shape[-dim] % multiple)]
-    return F.pad(x, pads) if any(pads) else x
+    if x.shape[-1] % multiple == 0 == x.shape[-dims] % multiple:
+        return x
+    return F.pad(x, [pad for dim in range(1, dims + 1) for pad in (0, -x.shape[-dim] % multiple)])
 
 
 def _compute(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> Tensor:
     dtype = product_dtype(x_RK)
-    return aligned_mm(x_RK, w_EKN, offsets_E) if dtype == x_RK.dtype else loop_mm(x_RK, w_EKN, offsets_E, dtype)
+    if dtype == x_RK.dtype:
+        return aligned_mm(x_RK, w_EKN, offsets_E)
+    if x_RK.numel() + w_EKN.numel() + x_RK.shape[0] * w_EKN.shape[2] <= _FEW_ELEMENTS:
+        return aligned_mm(x_RK.to(dtype), w_EKN.to(dtype), offsets_E).to(x_RK.dtype)
+    return loop_mm(x_RK, w_EKN, offsets_E, dtype)
 
 
 def _compute_wgrad(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
     dtype = product_dtype(x_RK)
-    return (
-        aligned_wgrad(x_RK, grad_RN, offsets_E) if dtype == x_RK.dtype else loop_wgrad(x_RK, grad_RN, offsets_E, dtype)
-    )
+    if dtype == x_RK.dtype:
+        return aligned_wgrad(x_RK, grad_RN, offsets_E)
+    if x_RK.numel() + grad_RN.numel() + offsets_E.numel() * x_RK.shape[1] * grad_RN.shape[1] <= _FEW_ELEMENTS:
+        return aligned_wgrad(x_RK.to(dtype), grad_RN.to(dtype), offsets_E).to(x_RK.dtype)
+    return loop_wgrad(x_RK, grad_RN, offsets_E, dtype)
 
 
 def _compute_wgrad_add_(
@@ -139,39 +151,15 @@ torch.library.impl("moe_kernels::grouped_mm_wgrad", "CompositeExplicitAutograd",
 torch.library.impl("moe_kernels::grouped_mm_wgrad_add_", "CompositeExplicitAutograd", _compute_wgrad_add_)
 
 
-def _fake(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> Tensor:
-    return x_RK.new_empty(x_RK.shape[0], w_EKN.shape[2])
+torch.library.register_fake("moe_kernels::grouped_mm", fake_mm)
+torch.library.register_fake("moe_kernels::grouped_mm_wgrad", fake_wgrad)
+torch.library.register_fake("moe_kernels::grouped_mm_wgrad_add_", fake_wgrad_add_)
 
-
-def _fake_wgrad(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
-    return x_RK.new_empty(offsets_E.shape[0], x_RK.shape[1], grad_RN.shape[1])
-
-
-def _fake_wgrad_add_(
-    main_grad_EKN: Tensor, x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor, accumulate_E: Tensor | None
-) -> None:
-    return None
-
-
-torch.library.register_fake("moe_kernels::grouped_mm", _fake)
-torch.library.register_fake("moe_kernels::grouped_mm_wgrad", _fake_wgrad)
-torch.library.register_fake("moe_kernels::grouped_mm_wgrad_add_", _fake_wgrad_add_)
-
-
-# Every row is counted, those after the last offset too: a formula sees shapes only.
-@register_flop_formula(torch.ops.moe_kernels.grouped_mm)
-def _(x_shape: torch.Size, w_shape: torch.Size, *_: Any, **__: Any) -> int:
-    return 2 * x_shape[0] * x_shape[1] * w_shape[2]
-
-
-@register_flop_formula(torch.ops.moe_kernels.grouped_mm_wgrad)
-def _(x_shape: torch.Size, grad_shape: torch.Size, *_: Any, **__: Any) -> int:
-    return 2 * x_shape[0] * x_shape[1] * grad_shape[1]
-
-
-@register_flop_formula(torch.ops.moe_kernels.grouped_mm_wgrad_add_)
-def _(main_grad_shape: torch.Size, x_shape: torch.Size, grad_shape: torch.Size, *_: Any, **__: Any) -> int:
-    return 2 * x_shape[0] * x_shape[1] * grad_shape[1]
+count_flops(
+    torch.ops.moe_kernels.grouped_mm,
+    torch.ops.moe_kernels.grouped_mm_wgrad,
+    torch.ops.moe_kernels.grouped_mm_wgrad_add_,
+)
 
 
 def _available() -> str | None:

@@ -148,6 +148,9 @@ def _installed_problems(config: TrainConfig) -> list[Problem]:
     from moe_kernels.grouped_gemm import GROUPED_GEMM
 
     found = _missing("kernels.grouped_gemm", config.kernels.grouped_gemm, GROUPED_GEMM, "auto")
+    if config.kernels.implementation == "triton" and config.memory.compute_dtype == "float64":
+        rule = "kernels compute in float32 inside, and memory.compute_dtype is float64"
+        found.append(Problem(key="kernels.implementation", value="triton", rule=rule, legal="auto, plain"))
     for sink in config.observe.sinks:
         found += _missing("observe.sinks", sink, SINKS)
     if config.data.corpus not in CORPORA:

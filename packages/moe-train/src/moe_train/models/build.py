@@ -97,7 +97,15 @@ def build_moe(config: DecoderConfig, layer: int, parts: ModelParts) -> MoELayer:
         backend=parts.grouped_gemm,
         dtype=dtype,
     )
-    return MoELayer(router, parts.dispatcher, experts, shared=shared, latent_down=down, latent_up=up)
+    return MoELayer(
+        router,
+        parts.dispatcher,
+        experts,
+        shared=shared,
+        latent_down=down,
+        latent_up=up,
+        capacity=config.capacity,
+    )
 
 
 def decoder_init_rules(config: DecoderConfig) -> list[tuple[str, InitRule]]:

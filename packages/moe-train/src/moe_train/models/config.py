@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, ClassVar, Literal
 
-from moe_kernels.config import RouterConfig, YarnConfig
+from moe_kernels.config import CapacityConfig, RouterConfig, YarnConfig
 from moe_parallel.problem import Problem
 
 
@@ -102,6 +102,7 @@ class DecoderConfig:
             after combine; none is D. The router and the shared expert stay at D.
         router: how tokens choose experts.
         balance: what keeps experts balanced.
+        capacity: how many choices an expert takes at most, in training and evaluation; `scope` is `rank` here.
         activation: gate of the experts.
         rope_base: base of the rotary frequencies.
         yarn: how positions are stretched beyond the context that a model was trained on.
@@ -136,6 +137,7 @@ class DecoderConfig:
     moe_latent_features: int | None = None
     router: RouterConfig = field(default_factory=RouterConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
+    capacity: CapacityConfig = field(default_factory=CapacityConfig)
     activation: Literal["silu", "gelu"] = "silu"
     rope_base: float = 10_000.0
     yarn: YarnConfig = field(default_factory=YarnConfig)
@@ -176,6 +178,17 @@ class DecoderConfig:
             Problem(key=f"model.yarn.{name}", value=getattr(self.yarn, name), rule=rule)
             for name, rule in self.yarn.problems()
         ]
+        found += [
+            Problem(key=f"model.capacity.{name}", value=getattr(self.capacity, name), rule=rule)
+            for name, rule in self.capacity.problems()
+        ]
+        for name, possible, rule in (
+            ("scope", "rank", "would need the choices of all ranks of a microbatch, which the layer does not gather"),
+            ("pad", False, "would need a dispatcher that gives every expert as many rows as its capacity"),
+        ):
+            if getattr(self.capacity, name) != possible:
+                value, legal = getattr(self.capacity, name), str(possible).lower()
+                found.append(Problem(key=f"model.capacity.{name}", value=value, rule=rule, legal=legal))
         return [
             *found,
             *self._attention_problems(),
@@ -234,6 +247,14 @@ class DecoderConfig:
         if self.dense_layers and self.dense_features is None:
             rule = "is the inner width of model.dense_layers, and must be set with them"
             found.append(Problem(key="model.dense_features", value=None, rule=rule, legal="at least 1"))
+        if self.router.sinkhorn_iterations:
+            rule = "balances what model.router.sinkhorn_iterations balances already"
+            used = {name: getattr(self.balance, name) > 0 for name in ("aux", "seq", "glob")}
+            found += [
+                Problem(key=f"model.balance.{name}", value=getattr(self.balance, name), rule=rule, legal=legal)
+                for name, legal in {**dict.fromkeys(used, "0"), "bias_rate": "none"}.items()
+                if used.get(name, self.balance.bias_rate is not None)
+            ]
         if self.balance.bias_recentred and not self.balance.bias_rate:
             rule = "has no effect without model.balance.bias_rate"
             found.append(Problem(key="model.balance.bias_recentred", value=True, rule=rule))

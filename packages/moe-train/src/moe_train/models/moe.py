@@ -5,14 +5,15 @@ backend. Shape legend: T tokens, D model, L latent (equal to D unless the routed
 choices, R rows after dispatch, E experts.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_comm import Parcel, Plan, TokenDispatcher
-from moe_kernels import Routing
+from moe_kernels import CapacityConfig, Routing, keep_choices, kept_choices
 from moe_kernels.experts import ExpertCompute
 from moe_memory.recompute import Replay
 from moe_parallel import Pending, Step, StepKind, run_steps
@@ -30,6 +31,8 @@ class MoEState:
         valid_T: bool, False for padding, which is routed nowhere.
         scale: weights of the balance losses; None in evaluation.
         replay: remembers choices and plan, so that a recomputed forward repeats them.
+        routing: all choices, those beyond the capacity of their expert too.
+        kept: without these; None where nothing is limited.
     """
 
     x_TD: Tensor
@@ -37,6 +40,7 @@ class MoEState:
     scale: RoutingScale | None
     replay: Replay
     routing: Routing = field(init=False)
+    kept: Routing | None = field(init=False, default=None)
     probs_TK: Tensor = field(init=False)
     losses: dict[str, Tensor] = field(init=False)
     plan: Plan = field(init=False)
@@ -74,6 +78,7 @@ class MoELayer(nn.Module):
         shared: the shared expert; None leaves it out.
         latent_down, latent_up: projections [L, D] before dispatch and [D, L] after combine, between which the routed
             experts work at the width L; None where that is D.
+        capacity: how many choices of this rank's tokens an expert takes at most; None limits nothing.
     """
 
     def __init__(
@@ -85,9 +90,11 @@ class MoELayer(nn.Module):
         shared: SharedExpert | None = None,
         latent_down: nn.Linear | None = None,
         latent_up: nn.Linear | None = None,
+        capacity: CapacityConfig | None = None,
     ) -> None:
         super().__init__()
         self.router = router
+        self.capacity = None if capacity is None or capacity.factor is None else capacity
         self.dispatcher = dispatcher
         self.experts = experts
         self.shared = shared
@@ -95,6 +102,7 @@ class MoELayer(nn.Module):
         self.latent_up = latent_up
         self.steps = (
             Step("route", StepKind.COMPUTE, self._route),
+            *(() if self.capacity is None else (Step("limit", StepKind.COMPUTE, self._limit),)),
             Step("plan", StepKind.EXCHANGE, self._plan),
             Step("prepare", StepKind.COMPUTE, self._prepare),
             Step("exchange", StepKind.EXCHANGE, self._exchange),
@@ -117,7 +125,7 @@ class MoELayer(nn.Module):
         choices = None if ids_TK is not None or state.scale is None else state.scale.choices
         if choices is not None:
             ids_TK = choices.recall(self.router.name, self.router.config.top_k, state.x_TD.device)
-        routing, logits_TE = self.router(state.x_TD, state.valid_T, ids_TK)
+        routing, logits_TE = self.router(state.x_TD, state.valid_T, ids_TK, state.scale)
         if choices is not None:
             choices.remember(self.router.name, routing.ids_TK)
         state.replay.remember("ids", routing.ids_TK)
@@ -127,9 +135,15 @@ class MoELayer(nn.Module):
         else:
             state.probs_TK, state.losses = self.router.balanced(routing, logits_TE, state.scale)
 
+    def _limit(self, state: MoEState) -> None:
+        assert self.capacity is not None
+        kept_TK = state.replay.once("kept", partial(kept_choices, state.routing, self.capacity))
+        state.kept = keep_choices(replace(state.routing, probs_TK=state.probs_TK), kept_TK)
+        state.probs_TK = state.kept.probs_TK
+
     def _plan(self, state: MoEState) -> None:
         plan = state.replay.recall("plan")
-        state.plan = self.dispatcher.plan(state.routing) if plan is None else plan
+        state.plan = self.dispatcher.plan(state.kept or state.routing) if plan is None else plan
         state.replay.remember("plan", state.plan)
 
     def _prepare(self, state: MoEState) -> None:
@@ -170,10 +184,12 @@ class MoELayer(nn.Module):
 def _statistics(state: MoEState) -> RouterStatistics:
     routing = state.routing
     zero = routing.probs_TK.new_zeros(())
+    # What the router wants is the load that losses and bias act on; what reached an expert is counted apart.
     counts = routing.counts_E()
+    reached = counts if state.kept is None else state.kept.counts_E()
     return RouterStatistics(
         counts=counts,
-        dropped=state.valid_T.sum() * routing.ids_TK.shape[1] - counts.sum() + state.plan.overflow,
+        dropped=state.valid_T.sum() * routing.ids_TK.shape[1] - reached.sum() + state.plan.overflow,
         bad_rows=routing.bad_rows,
         **{name: state.losses.get(name, zero) for name in ("aux", "seq", "glob", "z")},
     )

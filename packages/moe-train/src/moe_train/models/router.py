@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moe_kernels import Routing, internal_dtype, update_expert_bias
 from moe_kernels.config import RouterConfig
+from moe_kernels.jitter import jitter
 from moe_kernels.losses import balance_loss, global_balance_loss, inject_gradient, plain_choices, z_loss
 from moe_kernels.routing import route, scores
 from moe_train.models.config import BalanceConfig
@@ -54,10 +55,27 @@ class Router(nn.Module):
         )
         self.register_buffer("bias_E", bias_E)
 
-    def forward(self, x_TD: Tensor, valid_T: Tensor, ids_TK: Tensor | None) -> tuple[Routing, Tensor]:
-        """Routing and logits [T, E]; `ids_TK` repeats earlier choices, with probabilities from the logits of now."""
-        logits_TE = F.linear(x_TD.to(self.weight.dtype), self.weight)
-        routing = route(logits_TE, self.config, bias_E=self.bias_E, valid_T=valid_T, ids_TK=ids_TK)
+    def forward(
+        self, x_TD: Tensor, valid_T: Tensor, ids_TK: Tensor | None, scale: RoutingScale | None
+    ) -> tuple[Routing, Tensor]:
+        """Routing and logits [T, E]; `ids_TK` repeats earlier choices, with probabilities from the logits of now.
+
+        What acts in training only does so where there is a scale.
+        """
+        x_TD = x_TD.to(self.weight.dtype)
+        random = None if scale is None else scale.random.of(self.name)
+        if random is not None and self.config.jitter:
+            x_TD = jitter(x_TD, self.config.jitter, random.of("jitter"))
+        logits_TE = F.linear(x_TD, self.weight)
+        routing = route(
+            logits_TE,
+            self.config,
+            bias_E=self.bias_E,
+            valid_T=valid_T,
+            ids_TK=ids_TK,
+            random=random,
+            reduce=None if scale is None else scale.reduce,
+        )
         return routing, logits_TE
 
     def update_bias(self, counts_E: Tensor) -> None:

@@ -1,0 +1,24 @@
+"""Names of torch that are private or differ between releases; nothing else in this package uses such names."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import Any
+
+Observer = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None]
+
+
+def observe_operators(observe: Observer) -> AbstractContextManager[object]:
+    """A context in which `observe` sees every operator that this thread calls, and its arguments, before it runs."""
+    base = import_module("torch.utils._python_dispatch").TorchDispatchMode
+
+    def dispatch(
+        mode: object, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        observe(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    # torch otherwise imports its compiler (2 s) to keep it out of `__torch_dispatch__`.
+    members = {"__torch_dispatch__": dispatch, "_should_skip_dynamo": classmethod(lambda mode_type: False)}
+    mode: AbstractContextManager[object] = type("OperatorMode", (base,), members)()
+    return mode

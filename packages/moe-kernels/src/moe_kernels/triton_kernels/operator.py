@@ -1,0 +1,31 @@
+"""Kernels as torch operators: opaque to `torch.compile`, traceable under FakeTensorMode, and capturable in a graph.
+
+Launchers do nothing but allocate and launch: no host synchronisation, and no grid that depends on values on the device.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated launcher as `torch.ops.moe_kernels.<name>` and return that operator.
+
+    Defined through the library and not with `custom_op`, which takes twice the host time of a call. It has no autograd
+    formula: the differentiable function is the caller's.
+
+    Args:
+        schema: `name(Tensor x, ...) -> ...` as of `torch.library.define`.
+        fake: from the same arguments to results of the right shape and dtype, without reading values.
+    """
+    name = f"moe_kernels::{schema.partition('(')[0]}"
+
+    def register(launch: Callable[..., Any]) -> Callable[..., Any]:
+        torch.library.define(name, schema[schema.index("(") :])
+        torch.library.impl(name, "CompositeExplicitAutograd", launch)
+        torch.library.register_fake(name, fake)
+        found: Callable[..., Any] = getattr(torch.ops.moe_kernels, name.partition("::")[2]).default
+        return found
+
+    return register
