@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("modules", nargs="*", help="such as norm")
     options = parser.parse_args()
     modules = cases_by_module()
-    page, spilling = [HEAD], []
+    page, spilling = [HEAD.rstrip()], []
     for module in options.modules or modules:
         page.append(f"\n## {module}\n\n| {' | '.join(TITLES)} |\n|{'---|' * len(TITLES)}")
         for case in modules[module]:

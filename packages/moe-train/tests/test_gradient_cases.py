@@ -159,8 +159,8 @@ def test_r051_experts_of_a_rank_without_tokens_decay_only(engine):
         training = assemble(config_for(mesh.layout, *settings), mesh)
         for block in training.model.layers:
             inner = block.moe.router.forward
-            block.moe.router.forward = lambda x, valid, ids, inner=inner: inner(
-                x, valid, torch.tensor([0, 1]).expand(len(x), 2)
+            block.moe.router.forward = lambda x, valid, ids, scale, inner=inner: inner(
+                x, valid, torch.tensor([0, 1]).expand(len(x), 2), scale
             )
         before = {p.name: p.tensor.clone() for p in training.engine.state_tensors()}
         found = {}

@@ -12,8 +12,6 @@ from torch import Tensor
 from moe_kernels.errors import MoeKernelsError
 from moe_kernels.grouped_gemm.api import GROUPED_GEMM_INTERFACE_VERSION, GroupedGemm, KernelSpec
 
-_FEW_ELEMENTS = 2**18
-
 
 class LoopGroupedGemm:
     """`GroupedGemm` as a loop; products are formed in the dtype of the rows, or in that of `main_grad_EKN`."""
@@ -43,7 +41,6 @@ def loop_mm(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, product_dtype: torch
     """y[r] = x[r] @ w[e(r)], multiplied in `product_dtype`; zero after the last offset."""
     sizes = _group_sizes(x_RK, offsets_E)
     y_RN = x_RK.new_empty(x_RK.shape[0], w_EKN.shape[2])
-    x_RK = _converted_if_few(x_RK, product_dtype)
     *y_groups, tail = torch.split(y_RN, sizes)
     for x, w, y, size in zip(torch.split(x_RK, sizes)[:-1], w_EKN.unbind(0), y_groups, sizes[:-1], strict=True):
         if size:
@@ -57,7 +54,6 @@ def loop_wgrad(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor, product_dtype: 
     """w[e] = x_e.T @ grad_e, multiplied in `product_dtype`; zero for experts without rows."""
     sizes = _group_sizes(x_RK, offsets_E)
     w_EKN = x_RK.new_empty(len(sizes) - 1, x_RK.shape[1], grad_RN.shape[1])
-    x_RK, grad_RN = _converted_if_few(x_RK, product_dtype), _converted_if_few(grad_RN, product_dtype)
     x_groups, grad_groups = torch.split(x_RK.t(), sizes, 1)[:-1], torch.split(grad_RN, sizes)[:-1]
     for x, grad, w, size in zip(x_groups, grad_groups, w_EKN.unbind(0), sizes[:-1], strict=True):
         if size:
@@ -86,11 +82,6 @@ def loop_wgrad_add_(
                 main_grad.addmm_(*factors)
             else:
                 main_grad.add_(torch.mm(*factors))
-
-
-def _converted_if_few(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Few rows take less time to convert at once; of many, each group is converted when the cache has room for it."""
-    return x.to(dtype) if x.numel() <= _FEW_ELEMENTS else x
 
 
 def _mm(a: Tensor, b: Tensor, out: Tensor, product_dtype: torch.dtype) -> None:
