@@ -158,7 +158,8 @@ def bare(session: nox.Session, pkg: str) -> None:
         "import importlib, pkgutil, sys\n"
         "package = importlib.import_module(sys.argv[1])\n"
         "names = [m.name for m in pkgutil.walk_packages(package.__path__, package.__name__ + '.')]\n"
-        "skipped = [n for n in names if n.endswith(('.testing', '.__main__'))]\n"
+        # Kernels are imported when they are first needed, with the extra `triton`.
+        "skipped = [n for n in names if n.endswith(('.testing', '.__main__')) or '.triton_kernels.' in n]\n"
         "for name in names:\n"
         "    if name not in skipped: importlib.import_module(name)\n"
         "for name in package.__all__: getattr(package, name)\n"
