@@ -20,7 +20,8 @@ def validation_loss(training: Training, sequences: int) -> float:
     # Sum of losses and number of targets.
     totals = torch.zeros(2, dtype=torch.float64)
     while remaining > 0:
-        size = min(training.share.ranks * training.config.train.microbatch_sequences, remaining)
+        most = min(training.share.ranks * training.config.train.microbatch_sequences, remaining)
+        size = source.next_lengths(at_most=most).size
         batch = source.next_batch(training.share.rows(size), at_most=size)
         remaining -= size
         here, logits_TV = microbatch_logits(training, batch)
