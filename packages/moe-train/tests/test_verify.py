@@ -249,9 +249,9 @@ def without_context(self, context=None, inner=Batch.sequence_info):
     return inner(self, None)
 
 
-def of_the_slots_here(self, batch, inner=TokenSplit.padded):
+def of_the_slots_here(self, batch, axis, inner=TokenSplit.padded):
     """Positions that start at 0 in every part of a row."""
-    padded = inner(self, batch)
+    padded = inner(self, batch, axis)
     return replace(padded, position_BS=padded.position_BS % (padded.position_BS.shape[1] // 4))
 
 
@@ -303,7 +303,7 @@ def test_verify_sees_a_rank_that_trains_on_the_wrong_sequences(monkeypatch):
 
     def assemble(config, groups, data):
         training = inner(config, groups, data)
-        return replace(training, share=replace(training.share, rank=0))
+        return replace(training, cut=replace(training.cut, share=replace(training.share, rank=0)))
 
     monkeypatch.setattr(module, "assemble", assemble)
     chosen = [spread(2, "zero1", 4)]
@@ -314,8 +314,8 @@ def test_verify_sees_a_rank_that_trains_on_the_wrong_sequences(monkeypatch):
 def test_verify_sees_a_gradient_that_is_off_by_one_in_1e8(monkeypatch):
     inner = scale.StepScale.microbatch
 
-    def microbatch(self, batch, *arguments):
-        found = inner(self, batch, *arguments)
+    def microbatch(self, batch, *arguments, **named):
+        found = inner(self, batch, *arguments, **named)
         return replace(found, target_weight_T=found.target_weight_T * (1 + 1e-8 * (batch.num_sequences < 8)))
 
     monkeypatch.setattr(scale.StepScale, "microbatch", microbatch)
