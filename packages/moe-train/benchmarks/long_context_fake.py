@@ -2,7 +2,7 @@
 
     export OMP_NUM_THREADS=1
     python packages/moe-train/benchmarks/long_context_fake.py       # 131,072 and 262,144 tokens: a quarter of an hour
-    python packages/moe-train/benchmarks/long_context_fake.py --slots 131072 --tp 1 2 --cp 1 16 memory.recompute=full
+    python packages/moe-train/benchmarks/long_context_fake.py --slots 131072 --tp 1 2 --cp 1 16 -- memory.recompute=full
 
 Two layers of Qwen3-30B-A3B (arXiv 2505.09388) with its embedding and head, in bfloat16; one row, the experts spread
 over all ranks, and as many tokens for each. `kept` is what autograd keeps for the backward, of which `logits` the
