@@ -211,7 +211,8 @@ def test_nothing_is_limited_by_default() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_over_a_microbatch_the_layout_does_not_matter(policy: Any) -> None:
     ids_TK = ragged_ids(24, 2, E, seed=3, skew=0.5, dropped=0.1)
-    whole = routing_of(ids_TK, torch.randint(1, 4, ids_TK.shape) / 4)
+    # With few different weights, so that there are ties; fixed, because a rank alone may decide the same by luck.
+    whole = routing_of(ids_TK, torch.randint(1, 4, ids_TK.shape, generator=torch.Generator().manual_seed(0)) / 4)
     config = CapacityConfig(factor=0.8, policy=policy, scope="microbatch")
     one = CapacityGroup(gather=lambda x: x, rank=0, token_T=torch.arange(24))
     expected_TK = kept_choices(whole, config, group=one)
@@ -236,8 +237,11 @@ def test_over_a_microbatch_the_layout_does_not_matter(policy: Any) -> None:
         assert torch.equal(kept_choices(parts[rank], config, group=group), expected_TK[share])
         for given, other in zip(seen, (parts[rank].ids_TK, parts[rank].probs_TK, share), strict=True):
             assert torch.equal(given, other)
-    alone_TK = kept_choices(parts[0], CapacityConfig(factor=0.8, policy=policy))
-    assert not torch.equal(alone_TK, expected_TK[shares[0]])
+    alone = CapacityConfig(factor=0.8, policy=policy)
+    assert any(
+        not torch.equal(kept_choices(part, alone), expected_TK[share])
+        for part, share in zip(parts, shares, strict=True)
+    )
 
 
 def test_a_microbatch_needs_its_ranks() -> None:
