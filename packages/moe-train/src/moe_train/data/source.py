@@ -88,11 +88,6 @@ class SequenceSource:
         """Sequences of one epoch."""
         return self._start_N.size
 
-    @property
-    def mean_length(self) -> float:
-        """Mean tokens of a sequence."""
-        return float(self._length_N.mean())
-
     def next_lengths(self, *, at_most: int | None = None) -> npt.NDArray[np.int64]:
         """As the seam says; of a global batch of no more than `at_most` sequences, if that is given."""
         return self._length_N[self._next(at_most)]
