@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm import Dispatched, combine, dispatch, record_traffic
-from moe_comm.alltoall import AllToAllDispatcher
-from moe_comm.traffic import alltoall_bytes, expected_rows, metadata_bytes, rows_by_rank
+from moe_comm import AllToAllConfig, Dispatched, build_dispatcher, combine, dispatch, record_traffic
+from moe_comm.counts import leg_bytes, metadata_bytes, rows_by_leg
+from moe_comm.two_level import TwoLevelDispatcher
+from moe_comm.volume import RandomRouting, expected_rows
 from moe_kernels import Routing
 from moe_parallel import FoldedMesh, ParallelLayout, run_distributed
 
@@ -64,7 +65,8 @@ def bare_exchange(rows: Tensor, send: list[int], receive: list[int], group: dist
 
 def measure(mesh: FoldedMesh) -> Report:
     rank, group = mesh.rank("ep"), mesh.group("ep")
-    dispatcher = AllToAllDispatcher(mesh, NUM_EXPERTS)
+    dispatcher = build_dispatcher(AllToAllConfig(), mesh, NUM_EXPERTS)
+    assert isinstance(dispatcher, TwoLevelDispatcher)
 
     def inputs(tokens: int, hidden: int) -> tuple[Tensor, Routing]:
         probs_TK = torch.rand(tokens, TOP_K)
@@ -77,14 +79,15 @@ def measure(mesh: FoldedMesh) -> Report:
         plan = dispatcher.plan(routing)
         sent = dispatch(dispatcher, plan, x, probs)
         combine(dispatcher, plan, sent.rows_RD * sent.probs_R[:, None].to(DTYPE)).sum().backward()
-    rows = [rows_by_rank(ids_of(other, TOKENS), NUM_EXPERTS, RANKS) for other in range(RANKS)]
-    formula = {"metadata": (metadata_bytes(NUM_EXPERTS, RANKS),) * RANKS}
+    ids = [ids_of(other, TOKENS) for other in range(RANKS)]
+    rows_WW = rows_by_leg("alltoall_per_rank", ids, num_experts=NUM_EXPERTS, ranks_per_node=1)["dispatch"]
+    formula = {"metadata": (metadata_bytes(2 + NUM_EXPERTS + RANKS),) * RANKS}
     for leg in ("dispatch", "combine", "combine_backward", "dispatch_backward"):
-        formula[leg] = alltoall_bytes(leg, rank, rows, hidden=HIDDEN, dtype=DTYPE)
+        formula[leg] = leg_bytes(leg, rank, rows_WW, hidden=HIDDEN, dtype=DTYPE, choices=TOP_K, with_ids=True)
     leaving = [(e.leg, e.leaving_bytes, sum(formula[e.leg]) - formula[e.leg][rank]) for e in ledger.entries]
 
-    assert plan.splits is not None
-    there, back = plan.splits, plan.splits.reversed()
+    ((hop,),) = plan.journey.lanes
+    send, receive = list(hop.send_rows), list(hop.receive_rows)
 
     def both() -> None:
         combine(dispatcher, plan, dispatch(dispatcher, plan, x_TD, routing.probs_TK).rows_RD)
@@ -95,9 +98,9 @@ def measure(mesh: FoldedMesh) -> Report:
         assert parcel.probs is not None
 
         def bare() -> None:
-            bare_exchange(parcel.rows, list(there.send_rows), list(there.receive_rows), group)
-            bare_exchange(parcel.probs, list(there.send_rows), list(there.receive_rows), group)
-            bare_exchange(received.rows, list(back.send_rows), list(back.receive_rows), group)
+            bare_exchange(parcel.rows, send, receive, group)
+            bare_exchange(parcel.probs, send, receive, group)
+            bare_exchange(received.rows, receive, send, group)
 
         def copies() -> None:
             parcel.rows.clone()
@@ -112,13 +115,13 @@ def measure(mesh: FoldedMesh) -> Report:
         step_us = steps(mesh, dispatcher, *inputs(FEW_TOKENS, FEW_FEATURES))
     return Report(
         entries=leaving,
-        rows_per_token=(sum(rows[rank]) - rows[rank][rank]) / TOKENS,
+        rows_per_token=(rows_WW[rank].sum() - rows_WW[rank, rank]).item() / TOKENS,
         move_us=move_us,
         step_us=step_us,
     )
 
 
-def steps(mesh: FoldedMesh, dispatcher: AllToAllDispatcher, x_TD: Tensor, routing: Routing) -> dict[str, float]:
+def steps(mesh: FoldedMesh, dispatcher: TwoLevelDispatcher, x_TD: Tensor, routing: Routing) -> dict[str, float]:
     """Times of each step with next to no bytes, and of the collectives alone in those that communicate."""
     group = mesh.group("ep")
     plan = dispatcher.plan(routing)
@@ -127,10 +130,11 @@ def steps(mesh: FoldedMesh, dispatcher: AllToAllDispatcher, x_TD: Tensor, routin
     sent: Dispatched = dispatcher.arrange(plan, received)
     home = dispatcher.prepare_return(plan, sent.rows_RD)
     returned = dispatcher.exchange_return(plan, home).wait()
-    assert plan.splits is not None
     assert parcel.probs is not None
-    send, receive = list(plan.splits.send_rows), list(plan.splits.receive_rows)
-    metadata = torch.zeros(RANKS, NUM_EXPERTS // RANKS + 1, dtype=torch.int64)
+    ((hop,),) = plan.journey.lanes
+    send, receive = list(hop.send_rows), list(hop.receive_rows)
+    metadata = torch.zeros(1, 2 + NUM_EXPERTS + RANKS, dtype=torch.int64)
+    gathered = metadata.new_empty(RANKS, metadata.shape[1])
 
     def bare_dispatch() -> None:
         bare_exchange(parcel.rows, send, receive, group)
@@ -138,7 +142,7 @@ def steps(mesh: FoldedMesh, dispatcher: AllToAllDispatcher, x_TD: Tensor, routin
 
     calls: dict[str, Callable[[], object]] = {
         "plan": lambda: dispatcher.plan(routing),
-        "  its collective alone": lambda: bare_exchange(metadata, [1, 1], [1, 1], group),
+        "  its collective alone": lambda: dist.all_gather(list(gathered.split(1)), metadata, group=group),
         "prepare": lambda: dispatcher.prepare(plan, x_TD, routing.probs_TK),
         "exchange": lambda: dispatcher.exchange(plan, parcel).wait(),
         "  its collectives alone": bare_dispatch,
@@ -153,7 +157,8 @@ def steps(mesh: FoldedMesh, dispatcher: AllToAllDispatcher, x_TD: Tensor, routin
 
 def main() -> None:
     reports = run_distributed(ParallelLayout(world=RANKS, ep=RANKS), measure)
-    expected = expected_rows(TOP_K, world=RANKS, ranks_per_node=1).network
+    routing = RandomRouting(num_experts=NUM_EXPERTS, top_k=TOP_K)
+    expected = expected_rows("alltoall_per_rank", routing, world=RANKS, ranks_per_node=1).network
     print(f"{RANKS} ranks on gloo, {TOKENS} tokens each, {HIDDEN} features, {DTYPE}, top-{TOP_K} of {NUM_EXPERTS}")
     print("\nbytes that leave rank 0        ledger       formula")
     for leg, ledger, formula in reports[0].entries:

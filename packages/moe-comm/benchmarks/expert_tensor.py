@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm import combine, dispatch, record_traffic
-from moe_comm.alltoall import AllToAllDispatcher
-from moe_comm.traffic import Leg, alltoall_bytes, metadata_bytes, rows_by_rank, shared_rows
+from moe_comm import AllToAllConfig, build_dispatcher, combine, dispatch, record_traffic
+from moe_comm.counts import leg_bytes, metadata_bytes, rows_by_leg, shared_rows
+from moe_comm.traffic import Leg
 from moe_kernels import Routing
 from moe_parallel import FoldedMesh, ParallelLayout, run_distributed
 
@@ -49,17 +49,27 @@ def formula(mesh: FoldedMesh, leg: Leg) -> int:
     """Bytes that leave this rank on a leg."""
     etp, ep, shard, place = mesh.size("etp"), mesh.size("ep"), mesh.rank("etp"), mesh.rank("ep")
     if leg == "metadata":
-        return metadata_bytes(NUM_EXPERTS, ep) * (WORLD - 1)
-    rows = [rows_by_rank(ids_of(rank), NUM_EXPERTS, ep) for rank in range(WORLD)]
+        return metadata_bytes(2 + NUM_EXPERTS + ep) * (WORLD - 1)
+    by_shard = [
+        rows_by_leg(
+            "alltoall_per_rank",
+            [ids_of(rank) for rank in range(s, WORLD, etp)],
+            num_experts=NUM_EXPERTS,
+            ranks_per_node=1,
+        )["dispatch"]
+        for s in range(etp)
+    ]
     if "gather" in leg or "scatter" in leg:
-        sent, rank = alltoall_bytes(leg, shard, shared_rows(rows, place, etp), hidden=HIDDEN, dtype=DTYPE), shard
+        by_rank = torch.stack(by_shard, 1).flatten(0, 1).tolist()  # etp fastest
+        rows, rank = torch.tensor(shared_rows(by_rank, place, etp)), shard
     else:
-        sent, rank = alltoall_bytes(leg, place, rows[shard::etp], hidden=HIDDEN, dtype=DTYPE), place
+        rows, rank = by_shard[shard], place
+    sent = leg_bytes(leg, rank, rows, hidden=HIDDEN, dtype=DTYPE, choices=TOP_K, with_ids=True)
     return sum(sent) - sent[rank]
 
 
 def measure(mesh: FoldedMesh) -> Report:
-    dispatcher = AllToAllDispatcher(mesh, NUM_EXPERTS)
+    dispatcher = build_dispatcher(AllToAllConfig(), mesh, NUM_EXPERTS)
     ids_TK, x_TD = ids_of(mesh.rank("world")), torch.randn(TOKENS, HIDDEN).to(DTYPE).requires_grad_()
     probs_TK = torch.rand(TOKENS, TOP_K, requires_grad=True)
 

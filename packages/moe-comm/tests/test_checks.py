@@ -52,6 +52,7 @@ def test_a_good_routing_passes():
     ],
 )
 def test_a_malformed_routing_is_refused(change, sizing, message):
+    """Row 37: what has no static shapes refuses a fixed size at once."""
     with pytest.raises(MoeCommError, match=message):
         check(replace(GOOD, **change), sizing)
 
@@ -97,5 +98,6 @@ def test_good_tokens_pass():
     ],
 )
 def test_tokens_that_do_not_fit_are_refused(x_TD, probs_TK, message):
+    """Row 46."""
     with pytest.raises(MoeCommError, match=message):
         check_tokens(PLAN, x_TD, probs_TK, CAPABILITIES)

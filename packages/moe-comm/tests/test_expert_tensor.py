@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from moe_comm import AllToAllConfig, MoeCommError, Parcel, build_dispatcher, combine, dispatch
-from moe_comm.alltoall import AllToAllDispatcher
-from moe_comm.exchange import Splits
+from moe_comm.hops import Hop
+from moe_comm.journey import Journey
 from moe_comm.local import LocalDispatcher
-from moe_comm.sharing import gather, scatter_sum
 from moe_comm.testing.harness import split_groups
 from moe_kernels import GroupedExperts, RouterConfig, Routing, route, select_grouped_gemm
 from moe_parallel import AxisGroups
-from moe_parallel.testing import count_collectives, run_threads
+from moe_parallel.testing import run_threads
 
 HIDDEN, FFN, SHARE = 5, 6, 2
 RESULTS = ("output", "tokens", "probabilities", "gate", "w1", "w2")
@@ -114,23 +113,29 @@ def test_r051_no_choice_at_all():
     assert not any(value.any() for value in expected)
 
 
-def share(group, counts):
-    """The splits with which a rank shares its rows; `counts` are those of all ranks."""
-    return Splits(group=group, send_rows=(counts[group.rank()],) * len(counts), receive_rows=tuple(counts))
+def shared(group, counts):
+    """The journey of rows that all ranks get; `counts` are those of each."""
+    mine = (counts[group.rank()],) * len(counts)
+    hop = Hop(group=group, there="gather", back="scatter", reach=None, send_rows=mine, receive_rows=tuple(counts))
+    return Journey(((hop,),))
 
 
-@pytest.mark.parametrize("counts", [(2, 3), (4, 0, 1), (0, 0)])
+def there(journey, x):
+    return journey.there(Parcel(rows=x, probs=x[:, :1]), lambda ids_CK: None).wait()
+
+
+@pytest.mark.parametrize("counts", [(2, 3), (4, 0, 1), (0, 0), (2, 2)])
 def test_gather_and_sum_are_adjoint(counts):
-    """<gather(x), y> = <x, scatter_sum(y)>, and each one's backward is the other; exact on whole numbers."""
+    """<gather(x), y> = <x, sum(y)>, and each one's backward is the other; exact on whole numbers."""
 
     def on_rank(rank, groups):
-        splits = share(groups.group("world"), counts)
+        journey = shared(groups.group("world"), counts)
         generator = torch.Generator().manual_seed(rank)
         x = torch.randint(-4, 5, (counts[rank], 3), generator=generator).double().requires_grad_()
         y = torch.randint(-4, 5, (sum(counts), 3), generator=generator).double().requires_grad_()
-        rows = gather(Parcel(rows=x, probs=x[:, 0]), splits).wait()
-        back = scatter_sum(Parcel(rows=y), splits).wait().rows
-        assert torch.equal(rows.rows[:, 0], rows.probs)
+        rows = there(journey, x)
+        back = journey.back(Parcel(rows=y)).wait().rows
+        assert torch.equal(rows.rows[:, :1], rows.probs)
         assert rows.rows.shape == y.shape
         assert back.shape == x.shape
         (grad_x,) = torch.autograd.grad(rows.rows, x, y.detach(), retain_graph=True)
@@ -139,22 +144,27 @@ def test_gather_and_sum_are_adjoint(counts):
         assert torch.equal(grad_y, rows.rows)
         return rows.rows.detach(), float((rows.rows * y).detach().sum()), float((x * back).detach().sum())
 
-    rows, there, back = zip(*run_threads(len(counts), on_rank), strict=True)
-    assert sum(there) == sum(back)
+    rows, ahead, back = zip(*run_threads(len(counts), on_rank), strict=True)
+    assert sum(ahead) == sum(back)
     assert all(torch.equal(other, rows[0]) for other in rows), "the same bits on every rank"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_parts_are_added_up_in_the_internal_dtype_and_rounded_once(dtype):
-    """1 and five times half a unit in the last place: one after the other in the row dtype each would round to 1."""
+    """1 and five times half a unit in the last place: one after the other in the row dtype each would round to 1.
+
+    Row 32.
+    """
     half = torch.finfo(dtype).eps / 2
 
     def on_rank(rank, groups):
-        splits = share(groups.group("world"), (1,) * 6)
+        journey = shared(groups.group("world"), (1,) * 6)
         part = torch.full((6, 1), 1.0 if rank == 0 else half, dtype=dtype).requires_grad_()
-        total = scatter_sum(Parcel(rows=part), splits).wait().rows
+        total = journey.back(Parcel(rows=part)).wait().rows
         x = torch.ones(1, 1, dtype=dtype, requires_grad=True)
-        gather(Parcel(rows=x), splits).wait().rows.backward(part.detach())
+        probs = torch.ones(1, 1)
+        arrived = journey.there(Parcel(rows=x, probs=probs), lambda ids_CK: None).wait()
+        arrived.rows.backward(part.detach())
         return [float(total.detach()), float(x.grad)]
 
     expected = float(torch.tensor(1 + 5 * half, dtype=torch.float64).to(dtype))
@@ -171,7 +181,7 @@ def test_an_id_out_of_range_is_named_on_every_rank_of_the_block(etp, ep, culprit
         ids_TK = torch.tensor([[0, 1]])
         routing = Routing(ids_TK=ids_TK, probs_TK=torch.rand(1, 2), num_experts=2 * ep)
         bad = replace(routing, ids_TK=ids_TK + 77) if rank == culprit else routing
-        dispatcher = AllToAllDispatcher(groups, 2 * ep)
+        dispatcher = build_dispatcher(AllToAllConfig(), groups, 2 * ep)
         with pytest.raises(MoeCommError, match=rf"^rank {culprit}: expert id 78 is out of range; [^;]*$"):
             dispatcher.plan(bad)
         return dispatcher.plan(routing).num_rows  # nobody is left behind in a collective
@@ -179,35 +189,11 @@ def test_an_id_out_of_range_is_named_on_every_rank_of_the_block(etp, ep, culprit
     assert run_block(etp, ep, on_rank) == [2 * etp * ep] * etp + [0] * (etp * (ep - 1))
 
 
-@pytest.mark.parametrize(("etp", "ep", "counts"), [(2, 1, [1, 2, 1, 3]), (2, 2, [1, 4, 2, 6])])
-def test_collectives_of_a_step(etp, ep, counts):
-    """One for the plan; for each of the two axes two there and one back, and the same again in backward."""
-
-    def on_rank(rank, groups):
-        dispatcher, counted = AllToAllDispatcher(groups, 4), []
-        x_TD, probs_TK = torch.randn(rank, 3, requires_grad=True), torch.rand(rank, 1, requires_grad=True)
-        routing = Routing(ids_TK=torch.full((rank, 1), rank), probs_TK=probs_TK, num_experts=4)
-
-        def count(step):
-            with count_collectives() as issued:
-                result = step()
-            counted.append(len(issued))
-            return result
-
-        plan = count(lambda: dispatcher.plan(routing))
-        sent = count(lambda: dispatch(dispatcher, plan, x_TD, probs_TK))
-        y_TD = count(lambda: combine(dispatcher, plan, sent.rows_RD * sent.probs_R[:, None]))
-        count(y_TD.sum().backward)
-        return counted
-
-    assert run_block(etp, ep, on_rank) == [counts] * (etp * ep)
-
-
 def test_backward_sends_every_tensor_on_every_rank():
     """One rank wants the gradient of its tokens alone, the others those of their probabilities."""
 
     def on_rank(rank, groups):
-        dispatcher = AllToAllDispatcher(groups, 4)
+        dispatcher = build_dispatcher(AllToAllConfig(), groups, 4)
         x_TD = torch.ones(2, 3, dtype=torch.float64, requires_grad=rank == 0)
         probs_TK = torch.ones(2, 1, dtype=torch.float64, requires_grad=rank != 0)
         plan = dispatcher.plan(Routing(ids_TK=torch.tensor([[0], [3]]), probs_TK=probs_TK, num_experts=4))
@@ -225,7 +211,7 @@ def test_backward_sends_every_tensor_on_every_rank():
 
 def test_a_second_leg_that_has_not_started_is_not_done():
     def on_rank(rank, groups):
-        dispatcher = AllToAllDispatcher(groups, 2)
+        dispatcher = build_dispatcher(AllToAllConfig(), groups, 2)
         probs_TK = torch.ones(1, 1)
         plan = dispatcher.plan(Routing(ids_TK=torch.tensor([[0]]), probs_TK=probs_TK, num_experts=2))
         pending = dispatcher.exchange(plan, dispatcher.prepare(plan, torch.ones(1, 2), probs_TK))

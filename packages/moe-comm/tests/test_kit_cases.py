@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_comm import MoeCommError
+from moe_comm import Dispatched, MoeCommError, Plan
 from moe_comm.testing.cases import PATTERNS, Case, Inputs, edge_cases, few_cases, random_cases
 from moe_comm.testing.reference import Row, apply_experts, dense_reference, expected_rows
+from moe_comm.testing.static import capacities, fixed, most_rows, real_rows
 from moe_comm.testing.verdict import close, refused, require, same
 
 
@@ -122,6 +123,35 @@ def test_random_cases_are_the_same_every_time_and_differ_from_each_other():
     assert len({case.tokens for case in cases}) > 10
 
 
+def test_capacities_by_hand(monkeypatch):
+    # Rank 0 has three rows of expert 0 and one of expert 1, which are 8 when padded to a multiple of 4; rank 1 has two.
+    ids = [torch.tensor([[0, 0], [0, 1]]), torch.tensor([[2, 3]])]
+    case = Case(name="by hand", tokens=(2, 1), local_experts=2)
+    monkeypatch.setattr(Case, "inputs", lambda self, rank: _given(ids[rank]))
+    assert (most_rows(case, 1), most_rows(case, 4)) == (4, 8)
+    assert capacities(case) == [(1, 2), (1, 3), (4, 4), (4, 0)]
+    assert fixed(case, 7, 4).most_tokens == 2
+    assert fixed(replace(case, tokens=(0, 0)), 7, 4).most_tokens == 1
+
+
+def test_rows_that_are_no_padding_by_hand():
+    # Three experts: two rows and two of padding, none, one row and one of padding; then two rows of no expert.
+    counts_E, offsets_E = torch.tensor([2, 0, 1]), torch.tensor([4, 4, 6], dtype=torch.int32)
+    plan = Plan(
+        num_tokens=3,
+        num_choices=1,
+        num_local_experts=3,
+        num_rows=8,
+        counts_E=counts_E,
+        offsets_E=offsets_E,
+        overflow=torch.tensor(0),
+    )
+    sent = Dispatched(
+        rows_RD=torch.ones(8, 1), probs_R=torch.ones(8), counts_E=counts_E, offsets_E=offsets_E, plan=plan
+    )
+    assert real_rows(sent).nonzero().flatten().tolist() == [0, 1, 4]
+
+
 def test_inputs_are_copies():
     case = Case(name="copies", tokens=(3,))
     case.inputs(0).x_TD.zero_()
@@ -137,6 +167,7 @@ def test_verdicts_fail_when_they_should():
     same(one, one.clone(), "equal")
     close(one, one + 1e-4, 1e-3, "close")
     refused("refused", refuse)
+    refused("refused", refuse, words="n.$")
     for fails in (
         lambda: require(False, "no"),
         lambda: same(one, one.double(), "dtype"),
@@ -147,6 +178,7 @@ def test_verdicts_fail_when_they_should():
         lambda: close(nan, nan, 1e9, "nan"),
         lambda: close(one, torch.ones(2, 1), 1e9, "shape"),
         lambda: refused("accepted", lambda: None),
+        lambda: refused("other words", refuse, words="yes"),
     ):
         with pytest.raises(AssertionError):
             fails()

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from acme_dispatch import PLUGIN, AcmeConfig, AcmeDispatcher
 
-from moe_comm import AllToAllConfig, Dispatched, Parcel, alltoall, reorder
-from moe_comm.alltoall import AllToAllDispatcher
-from moe_comm.exchange import exchange
+from moe_comm import AllToAllConfig, Dispatched, HybridConfig, Parcel, alltoall, hybrid
+from moe_comm.landing import Arrivals
 from moe_comm.testing import DispatcherConformance
-from moe_parallel import MoeParallelError, Pending
+from moe_comm.two_level import Level, TwoLevelDispatcher
+from moe_parallel import AxisGroups, MoeParallelError, Pending
 
 
 def reversal(plan):
@@ -207,6 +207,10 @@ def kit(dispatcher, world):
         (ChecksNothing, "test_an_id_out_of_range_is_refused_on_every_rank", "expert id -2: accepted"),
         (ChecksNothing, "test_malformed_routing_is_refused_before_any_collective", "accepted"),
         (ReturnsRowsAtOnce, "test_overlapped_exchange", "not a Pending"),
+        (ReversedRows, "test_random_cases", "rows: values differ"),
+        (Halves, "test_random_cases", "off by|values differ"),
+        (ExpertsInReverse, "test_random_cases", "off by|values differ|shape"),
+        (DriftsFromCallToCall, "test_random_cases", "the second use of a plan|a second plan"),
     ],
 )
 def test_r128_a_fault_is_caught(dispatcher, rule, message):
@@ -214,46 +218,49 @@ def test_r128_a_fault_is_caught(dispatcher, rule, message):
         getattr(kit(dispatcher, 2), rule)(2)
 
 
-class ForgetsTheSumOverTheSharers(AllToAllDispatcher):
+def own_rows(plan, dispatcher):
+    """Which rows that arrived this rank had before the ranks that share its experts gave it theirs."""
+    hop = plan.journey.lanes[0][-1]
+    begin = sum(hop.receive_rows[: dispatcher.sharers.rank])
+    row_C = torch.arange(hop.rows_arriving)
+    return (row_C >= begin) & (row_C < begin + hop.send_rows[0])
+
+
+class ForgetsTheSumOverTheSharers(TwoLevelDispatcher):
     """Brings home this rank's part of the sum alone."""
 
-    def exchange_return(self, plan, parcel):
-        begin = sum(plan.shared.receive_rows[: self._shard])
-        mine = parcel.rows[begin : begin + plan.shared.send_rows[0]]
-        return exchange(Parcel(rows=mine), plan.splits.reversed(), "combine")
+    def prepare_return(self, plan, rows_RD):
+        return Parcel(rows=super().prepare_return(plan, rows_RD).rows * own_rows(plan, self)[:, None])
 
 
-class SumsProbabilityGradientsOfItsOwnExpertsAlone(AllToAllDispatcher):
+class SumsProbabilityGradientsOfItsOwnExpertsAlone(TwoLevelDispatcher):
     """Probabilities of the other sharers' rows arrive without their way back."""
 
     def exchange(self, plan, parcel):
         received = super().exchange(plan, parcel).wait()
-        begin = sum(plan.shared.receive_rows[: self._shard])
-        row_C = torch.arange(len(received.rows))
-        mine_C = (row_C >= begin) & (row_C < begin + plan.shared.send_rows[0])
-        probs = torch.where(mine_C, received.probs, received.probs.detach())
+        probs = torch.where(own_rows(plan, self)[:, None], received.probs, received.probs.detach())
         return Pending.completed(Parcel(rows=received.rows, probs=probs))
 
 
-class AveragesTheSharers(AllToAllDispatcher):
+class AveragesTheSharers(TwoLevelDispatcher):
     def merge(self, plan, received):
-        return super().merge(plan, received) / self._etp
+        return super().merge(plan, received) / self.sharers.size
 
 
-class SharesNothing(AllToAllDispatcher):
+class SharesNothing(TwoLevelDispatcher):
     """Each of the ranks that share an expert computes the rows of its own shard alone."""
 
-    def __init__(self, groups, num_experts):
-        super().__init__(groups, num_experts)
-        self._sharers, self._etp, self._shard, self._block = None, 1, 0, self._group
+    def __init__(self, groups, num_experts, **levels):
+        super().__init__(AxisGroups({"ep": groups.group("ep")}), num_experts, **levels)
 
 
 def split_kit(dispatcher, world=(2, 2)):
     def build(config, groups, num_experts):
-        return dispatcher(groups, num_experts)
+        node = Level.of(groups, "ep", "dispatch", "combine")
+        return dispatcher(groups, num_experts, rail=Level.alone(), node=node)
 
     members = {"plugin": replace(alltoall.PLUGIN, build=build), "config": AllToAllConfig(), "worlds": (world,)}
-    return type("Kit", (DispatcherConformance,), members)()
+    return type("Kit", (DispatcherConformance,), {**members, "roundings": 2})()
 
 
 @pytest.mark.parametrize(
@@ -279,22 +286,28 @@ def test_r128_a_fault_of_split_experts_is_caught(dispatcher, rule, message):
 
 def test_r128_rows_ordered_by_sharer_before_place_are_caught(monkeypatch):
     """Every row is at its expert, but the ranks that share it are taken one after another."""
-
-    def by_arrival(counts_SWE, ends_E, **sizes):
-        return reorder.by_expert(counts_SWE.flatten(0, 1).unsqueeze(0), ends_E, **sizes)
-
-    monkeypatch.setattr(alltoall, "by_expert", by_arrival)
-    kit = split_kit(AllToAllDispatcher)
+    monkeypatch.setattr(Arrivals, "order_of_sources", lambda self: None)
+    kit = split_kit(TwoLevelDispatcher)
     kit.test_conservation((2, 2))
     kit.test_dense_reference((2, 2))
     with pytest.raises(AssertionError, match="rows: values differ"):
         kit.test_row_order((2, 2))
 
 
+def test_r128_rows_in_the_order_of_lanes_are_caught(monkeypatch):
+    """Rows of the second lane of a node come after those of the first lane of all nodes, and stay there."""
+    monkeypatch.setattr(Arrivals, "order_of_sources", lambda self: None)
+    members = {"plugin": hybrid.PLUGIN, "config": HybridConfig(lanes=2), "worlds": (2,), "roundings": 3, "nodes": 2}
+    kit = type("Kit", (DispatcherConformance,), members)()
+    kit.test_conservation(2)
+    with pytest.raises(AssertionError, match="rows: values differ"):
+        kit.test_row_order(2)
+
+
 def test_r128_split_experts_that_are_served_must_be_tested():
     with pytest.raises(AssertionError, match=r"serves etp up to any, but `worlds` has no pair"):
-        split_kit(AllToAllDispatcher, 2).test_split_experts_are_tested_where_they_are_served()
-    split_kit(AllToAllDispatcher).test_split_experts_are_tested_where_they_are_served()
+        split_kit(TwoLevelDispatcher, 2).test_split_experts_are_tested_where_they_are_served()
+    split_kit(TwoLevelDispatcher).test_split_experts_are_tested_where_they_are_served()
     with pytest.raises(AssertionError, match="`worlds` has etp = 2, but the dispatcher keeps whole experts"):
         kit(AcmeDispatcher, (2, 1)).test_split_experts_are_tested_where_they_are_served()
 

@@ -43,6 +43,7 @@ def test_a_case_by_hand():
 
 
 def test_padding_by_hand():
+    """Row 41: counts without padding, offsets with it."""
     local = LocalDispatcher(3)
     plan = local.plan(routing(), Sizing(row_multiple=4))
     sent = dispatch(local, plan, X_TD, PROBS_TK)
@@ -75,6 +76,8 @@ def test_no_tokens_is_an_ordinary_case(row_multiple):
 
 
 def test_more_than_one_rank_is_refused_when_it_is_built():
+    """Row 38."""
+
     def on_rank(rank, groups):
         for axis in ("ep", "etp"):
             several = AxisGroups({axis: groups.group("world")})

@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from moe_comm import DISPATCHERS, AllToAllConfig, LocalConfig, MoeCommError, build_dispatcher
-from moe_comm.alltoall import AllToAllDispatcher
+from moe_comm import (
+    DISPATCHERS,
+    AllGatherConfig,
+    AllToAllConfig,
+    HybridConfig,
+    LocalConfig,
+    MoeCommError,
+    build_dispatcher,
+)
 from moe_comm.local import LocalDispatcher
+from moe_comm.two_level import TwoLevelDispatcher
 from moe_kernels import PluginError
 from moe_parallel import AxisGroups
 from moe_parallel.testing import run_threads
@@ -22,7 +30,16 @@ class OtherConfig:
     kind: str
 
 
-@pytest.mark.parametrize(("config", "kind"), [(LocalConfig(), LocalDispatcher), (AllToAllConfig(), AllToAllDispatcher)])
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (LocalConfig(), LocalDispatcher),
+        (AllToAllConfig(), TwoLevelDispatcher),
+        (AllGatherConfig(), TwoLevelDispatcher),
+        (HybridConfig(), TwoLevelDispatcher),
+    ],
+    ids=["local", "alltoall", "allgather", "hybrid"],
+)
 def test_the_built_in_dispatchers_are_entry_points_like_any_other(config, kind):
     assert config.kind in DISPATCHERS.names()
     dispatcher = build_dispatcher(config, AxisGroups(), 4)
@@ -33,7 +50,7 @@ def test_the_built_in_dispatchers_are_entry_points_like_any_other(config, kind):
 def test_a_third_party_dispatcher_is_found_and_chosen(tmp_path, monkeypatch):
     assert "acme-allgather" not in DISPATCHERS.names()
     install_acme(tmp_path, monkeypatch)
-    assert {"acme-allgather", "alltoall", "auto", "local"} <= set(DISPATCHERS.names())
+    assert {"acme-allgather", "allgather", "alltoall", "auto", "hybrid", "local"} <= set(DISPATCHERS.names())
     plugin = DISPATCHERS.get("acme-allgather")
 
     def on_rank(rank, groups):

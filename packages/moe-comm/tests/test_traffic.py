@@ -1,4 +1,4 @@
-"""The ledger against the formulas, and both against the bytes that are handed to torch.distributed."""
+"""The ledger against the counts of the routing, and both against the bytes that are handed to torch.distributed."""
 
 from contextvars import Context
 from dataclasses import FrozenInstanceError
@@ -7,32 +7,42 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_comm import MoeCommError, TrafficEntry, combine, dispatch, note_traffic, record_traffic
-from moe_comm.alltoall import AllToAllDispatcher
-from moe_comm.testing.harness import split_groups
-from moe_comm.traffic import (
-    alltoall_bytes,
-    bytes_per_row,
-    expected_rows,
-    metadata_bytes,
-    rows_by_rank,
-    shared_rows,
+from moe_comm import (
+    TrafficEntry,
+    build_dispatcher as build,
+    combine,
+    dispatch,
+    note_buffer,
+    note_host_sync,
+    note_traffic,
+    record_traffic,
 )
+from moe_comm.config import AllGatherConfig, AllToAllConfig, HybridConfig, LocalConfig
+from moe_comm.counts import bytes_per_row, leg_bytes, metadata_bytes, rows_by_leg
+from moe_comm.testing.harness import split_groups
+from moe_comm.traffic import BACKWARD_OF, open_ledgers
 from moe_kernels import Routing, internal_dtype
 from moe_parallel import AxisGroups, LinkClass, Topology
 from moe_parallel.testing import run_threads
 
-LEGS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+CONFIGS = {
+    "allgather": AllGatherConfig(),
+    "alltoall_per_expert": AllToAllConfig(row="per_expert"),
+    "alltoall_per_rank": AllToAllConfig(),
+    "hybrid": HybridConfig(),
+    "hybrid_rail_allgather": HybridConfig(rail="allgather"),
+}
 
 
-def step(dispatcher, ids_TK, num_experts, hidden, dtype):
-    """Dispatch and combine, forward and backward."""
+def step(dispatcher, ids_TK, num_experts, hidden, dtype, times=1):
+    """Dispatch and combine with one plan, forward and backward."""
     x_TD = torch.randn(len(ids_TK), hidden, dtype=dtype, requires_grad=True)
     probs_TK = torch.rand(ids_TK.shape, dtype=internal_dtype(dtype), requires_grad=True)
     plan = dispatcher.plan(Routing(ids_TK=ids_TK, probs_TK=probs_TK, num_experts=num_experts))
-    sent = dispatch(dispatcher, plan, x_TD, probs_TK)
-    combine(dispatcher, plan, sent.rows_RD * sent.probs_R[:, None].to(dtype)).sum().backward()
+    for _ in range(times):
+        sent = dispatch(dispatcher, plan, x_TD, probs_TK)
+        combine(dispatcher, plan, sent.rows_RD * sent.probs_R[:, None].to(dtype)).sum().backward()
 
 
 def uneven_ids(rank, world, num_experts, top_k):
@@ -42,63 +52,138 @@ def uneven_ids(rank, world, num_experts, top_k):
     return (drawn_TK * (num_experts + 1)).long() - 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_the_ledger_holds_what_the_routing_says(world, dtype):
-    num_experts, hidden = 3 * world, 5
+def exchanges(algorithm, rank, ids, *, num_experts, etp, nodes):
+    """Leg, place of the sender, members, rows and choices of a row, of every exchange of a layer but the metadata."""
+    place, shard = divmod(rank, etp)
+    places = len(ids) // etp
+    per_node = places // nodes
+    node, local = divmod(place, per_node)
+    members = {
+        "dispatch": range(places),
+        "dispatch_rail": range(local, places, per_node),
+        "dispatch_node": range(node * per_node, (node + 1) * per_node),
+    }
+    by_shard = [
+        rows_by_leg(algorithm, ids[s::etp], num_experts=num_experts, ranks_per_node=per_node) for s in range(etp)
+    ]
+    legs, arriving = [], [len(ids[place * etp + s]) for s in range(etp)]
+    for leg, rows in by_shard[shard].items():
+        inside = list(members[leg])
+        if len(inside) > 1:
+            legs.append((leg, inside.index(place), [p * etp + shard for p in inside], rows[inside][:, inside]))
+            arriving = [of_shard[leg][:, place].sum().item() for of_shard in by_shard]
+    choices = 1 if algorithm == "alltoall_per_expert" and legs else ids[0].shape[1]
+    if etp > 1:
+        ranks = [place * etp + s for s in range(etp)]
+        legs.append(("gather", shard, ranks, [[count] * etp for count in arriving]))
+    back = {
+        "dispatch": "combine",
+        "dispatch_rail": "combine_rail",
+        "dispatch_node": "combine_node",
+        "gather": "scatter",
+    }
+    there = [(leg, *rest) for leg, *rest in legs]
+    home = [(back[leg], *rest) for leg, *rest in reversed(legs)]
+    order = [*there, *home, *((BACKWARD_OF[leg], *rest) for leg, *rest in reversed([*there, *home]))]
+    return [(leg, sender, ranks, rows, choices) for leg, sender, ranks, rows in order]
 
-    def on_rank(rank, groups):
-        with record_traffic() as ledger:
-            step(AllToAllDispatcher(groups, num_experts), ids[rank], num_experts, hidden, dtype)
-        return ledger.entries
 
-    ids = [uneven_ids(rank, world, num_experts, 2) for rank in range(world)]
-    rows = [rows_by_rank(ids_TK, num_experts, world) for ids_TK in ids]
-    assert len(set(map(sum, rows))) == world, "a routing that is uneven"
-    for rank, entries in enumerate(run_threads(world, on_rank)):
-        assert [entry.leg for entry in entries] == ["metadata", *LEGS]
-        assert all(entry.rank == rank for entry in entries)
-        assert entries[0].sent_bytes == (metadata_bytes(num_experts, world),) * world
-        for entry in entries[1:]:
-            assert entry.sent_bytes == alltoall_bytes(entry.leg, rank, rows, hidden=hidden, dtype=dtype)
+def wanted(algorithm, rank, ids, *, hidden, dtype, with_ids=True, **sizes):
+    """Leg, place of the sender, members and bytes of every exchange of a layer, in order; without the metadata."""
+    riding = {"hidden": hidden, "dtype": dtype, "with_ids": with_ids}
+    return [
+        (leg, sender, tuple(ranks), leg_bytes(leg, sender, rows, choices=choices, **riding))
+        for leg, sender, ranks, rows, choices in exchanges(algorithm, rank, ids, **sizes)
+    ]
 
 
-SPLIT_LEGS = (
-    "dispatch",
-    "gather",
-    "scatter",
-    "combine",
-    "combine_backward",
-    "scatter_backward",
-    "gather_backward",
-    "dispatch_backward",
+def as_tuples(entries):
+    return [(entry.leg, entry.rank, entry.members, entry.sent_bytes) for entry in entries]
+
+
+# Expert-parallel ranks, ranks that share an expert, nodes.
+BLOCKS = [(2, 1, 2), (3, 1, 1), (4, 1, 2), (6, 1, 2), (6, 1, 3), (1, 2, 1), (2, 2, 2), (4, 2, 2), (3, 3, 1), (3, 3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "ep", "etp", "nodes"),
+    [(name, *block) for name in CONFIGS for block in BLOCKS if "hybrid" not in name or block[2] > 1],
 )
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("etp", "ep"), [(2, 1), (2, 2), (2, 3), (3, 1)])
-def test_the_ledger_holds_what_the_routing_says_where_experts_are_split(etp, ep, dtype):
-    num_experts, hidden, block = 3 * ep, 5, etp * ep
+def test_the_ledger_holds_what_the_routing_says(algorithm, ep, etp, nodes):
+    num_experts, hidden, top_k, world = 3 * ep, 5, 3, ep * etp
+    dtype = DTYPES[(ep + etp) % len(DTYPES)]
 
     def on_rank(rank, groups):
-        dispatcher = AllToAllDispatcher(split_groups(rank, groups, etp), num_experts)
+        dispatcher = build(CONFIGS[algorithm], split_groups(rank, groups, etp, nodes), num_experts)
         with record_traffic() as ledger:
             step(dispatcher, ids[rank], num_experts, hidden, dtype)
-        return ledger.entries
+        return ledger
 
-    ids = [uneven_ids(rank, block, num_experts, 2) for rank in range(block)]
-    rows = [rows_by_rank(ids_TK, num_experts, ep) for ids_TK in ids]
-    for rank, entries in enumerate(run_threads(block, on_rank)):
-        place, shard = divmod(rank, etp)
-        wanted = [("metadata", rank, tuple(range(block)), (metadata_bytes(num_experts, ep),) * block)]
-        for leg in SPLIT_LEGS:
-            if "gather" in leg or "scatter" in leg:
-                sent = alltoall_bytes(leg, shard, shared_rows(rows, place, etp), hidden=hidden, dtype=dtype)
-                wanted.append((leg, shard, tuple(range(place * etp, place * etp + etp)), sent))
-            elif ep > 1:
-                sent = alltoall_bytes(leg, place, rows[shard::etp], hidden=hidden, dtype=dtype)
-                wanted.append((leg, place, tuple(range(shard, block, etp)), sent))
-        assert [(entry.leg, entry.rank, entry.members, entry.sent_bytes) for entry in entries] == wanted
+    ids = [uneven_ids(rank, world, num_experts, top_k) for rank in range(world)]
+    words = 2 + num_experts + ep + (nodes if algorithm == "hybrid" and nodes > 1 else 0)
+    for rank, ledger in enumerate(run_threads(world, on_rank)):
+        metadata, *entries = as_tuples(ledger.entries)
+        assert metadata == ("metadata", rank, tuple(range(world)), (metadata_bytes(words),) * world)
+        assert entries == wanted(
+            algorithm, rank, ids, num_experts=num_experts, etp=etp, nodes=nodes, hidden=hidden, dtype=dtype
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("algorithm", CONFIGS)
+def test_when_a_plan_is_used_again_ids_stay_at_home(algorithm, dtype):
+    def on_rank(rank, groups):
+        dispatcher = build(CONFIGS[algorithm], split_groups(rank, groups, 1, 2), 8)
+        with record_traffic() as ledger:
+            step(dispatcher, ids[rank], 8, 5, dtype, times=2)
+        return ledger
+
+    ids = [uneven_ids(rank, 4, 8, 3) for rank in range(4)]
+    sizes = {"num_experts": 8, "etp": 1, "nodes": 2, "hidden": 5, "dtype": dtype}
+    for rank, ledger in enumerate(run_threads(4, on_rank)):
+        first, again = (wanted(algorithm, rank, ids, with_ids=with_ids, **sizes) for with_ids in (True, False))
+        assert as_tuples(ledger.entries[1:]) == first + again
+
+
+@pytest.mark.parametrize("algorithm", ["alltoall_per_rank", "alltoall_per_expert", "hybrid"])
+def test_what_is_held_is_what_one_exchange_sends_and_receives(algorithm):
+    def on_rank(rank, groups):
+        dispatcher = build(CONFIGS[algorithm], split_groups(rank, groups, 1, 2), 8)
+        with record_traffic() as ledger:
+            step(dispatcher, ids[rank], 8, 5, torch.bfloat16)
+        return ledger
+
+    ids = [uneven_ids(rank, 4, 8, 3) for rank in range(4)]
+    for rank, ledger in enumerate(run_threads(4, on_rank)):
+        held = []
+        for leg, place, members, rows, choices in exchanges(algorithm, rank, ids, num_experts=8, etp=1, nodes=2):
+            sent = [
+                leg_bytes(leg, other, rows, hidden=5, dtype=torch.bfloat16, choices=choices, with_ids=True)
+                for other in range(len(members))
+            ]
+            held.append(sum(sent[place]) + sum(from_other[place] for from_other in sent))
+        assert ledger.peak_buffer_bytes == max(held)
+        assert ledger.host_syncs == 1
+
+
+@pytest.mark.parametrize("lanes", [2, 3])
+def test_lanes_send_the_same_bytes_in_more_exchanges(lanes):
+    def on_rank(rank, groups):
+        dispatcher = build(HybridConfig(lanes=lanes), split_groups(rank, groups, 1, 2), 8)
+        with record_traffic() as ledger:
+            step(dispatcher, ids[rank], 8, 5, torch.float32)
+        return ledger
+
+    ids = [uneven_ids(rank, 4, 8, 3) for rank in range(4)]
+    for rank, ledger in enumerate(run_threads(4, on_rank)):
+        assert ledger.entries[0].sent_bytes == (metadata_bytes(2 + 8 + lanes * (4 + 2)),) * 4
+        for leg, sender, members, sent in wanted(
+            "hybrid", rank, ids, num_experts=8, etp=1, nodes=2, hidden=5, dtype=torch.float32
+        ):
+            parts = [entry for entry in ledger.entries if entry.leg == leg]
+            assert len(parts) == lanes
+            assert {(part.rank, part.members) for part in parts} == {(sender, members)}
+            assert tuple(map(sum, zip(*(part.sent_bytes for part in parts), strict=True))) == sent
 
 
 @pytest.mark.parametrize(("etp", "dtype"), [(2, torch.float32), (2, torch.bfloat16), (1, torch.bfloat16)])
@@ -107,97 +192,59 @@ def test_rows_cross_machines_once_however_many_ranks_share_an_expert(etp, dtype)
     topology = Topology.regular(2 * etp, ranks_per_node=etp)
 
     def on_rank(rank, groups):
-        dispatcher = AllToAllDispatcher(split_groups(rank, groups, etp), 4)
+        dispatcher = build(AllToAllConfig(), split_groups(rank, groups, etp), 4)
         with record_traffic() as ledger:
             step(dispatcher, torch.tensor([[0, 3], [2, 3], [1, -1]]), 4, 8, dtype)
         return ledger.bytes_by_link(topology, "dispatch"), ledger.bytes_by_link(topology, "gather")
 
-    row_bytes = bytes_per_row("dispatch", 8, dtype)
+    row_bytes = bytes_per_row("dispatch", 8, dtype, choices=2, with_ids=True)
     for rank, (dispatched, gathered) in enumerate(run_threads(2 * etp, on_rank)):
         place = rank // etp
-        assert dispatched[LinkClass.NETWORK] == (3, 2)[place] * row_bytes
+        assert dispatched[LinkClass.NETWORK] == (2, 2)[place] * row_bytes
         assert dispatched[LinkClass.NVLINK] == gathered[LinkClass.NETWORK] == 0
-        assert gathered[LinkClass.NVLINK] == (etp - 1) * 2 * (2, 3)[place] * row_bytes
+        assert gathered[LinkClass.NVLINK] == (etp - 1) * 2 * (2, 2)[place] * row_bytes
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_the_ledger_counts_what_torch_distributed_is_given(world, dtype, monkeypatch):
-    """Without looking at the ledger: bytes of the tensors that leave, less the part that stays."""
-    leaving, num_experts = [0] * world, 2 * world
-    original = dist.all_to_all_single
+@pytest.mark.parametrize("algorithm", CONFIGS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_ledger_counts_what_torch_distributed_is_given(world, algorithm, monkeypatch):
+    """Without looking at the ledger: bytes of the tensors that leave, less the part that stays, and the calls."""
+    leaving, calls, num_experts = [0] * world, [0] * world, 2 * world
+    all_to_all, gather_name = dist.all_to_all_single, "all_gather_into_tensor"
+    gather_name = "all_gather_single" if hasattr(dist, "all_gather_single") else gather_name
+    all_gather = getattr(dist, gather_name)
 
     def counted(output, x, output_split_sizes=None, input_split_sizes=None, group=None, **options):
-        rank = dist.get_rank(group)
-        rows = x.shape[0] - input_split_sizes[rank]
+        rank = dist.get_rank()
+        rows = x.shape[0] - input_split_sizes[dist.get_rank(group)]
         leaving[rank] += rows * x[0:1].numel() * x.itemsize if len(x) else 0
-        return original(output, x, output_split_sizes, input_split_sizes, group=group, **options)
+        calls[rank] += 1
+        return all_to_all(output, x, output_split_sizes, input_split_sizes, group=group, **options)
+
+    def gathered(output, x, group=None, **options):
+        leaving[dist.get_rank()] += (dist.get_world_size(group) - 1) * x.nbytes
+        calls[dist.get_rank()] += 1
+        return all_gather(output, x, group=group, **options)
 
     monkeypatch.setattr(dist, "all_to_all_single", counted)
+    monkeypatch.setattr(dist, gather_name, gathered)
 
     def on_rank(rank, groups):
+        dispatcher = build(CONFIGS[algorithm], split_groups(rank, groups, 1, 2), num_experts)
         with record_traffic() as ledger:
-            step(
-                AllToAllDispatcher(groups, num_experts), uneven_ids(rank, world, num_experts, 3), num_experts, 4, dtype
-            )
-        return ledger.leaving_bytes()
+            step(dispatcher, uneven_ids(rank, world, num_experts, 3), num_experts, 4, torch.bfloat16)
+        return ledger.leaving_bytes(), ledger.collectives()
 
-    assert run_threads(world, on_rank) == leaving
+    assert run_threads(world, on_rank) == list(zip(leaving, calls, strict=True))
     assert min(leaving) > 0
 
 
 def test_one_rank_sends_nothing():
     with record_traffic() as ledger:
-        step(AllToAllDispatcher(AxisGroups(), 4), torch.tensor([[0, 3], [1, 2]]), 4, 8, torch.float32)
+        step(build(LocalConfig(), AxisGroups(), 4), torch.tensor([[0, 3], [1, 2]]), 4, 8, torch.float32)
     assert ledger.entries == []
-    assert ledger.leaving_bytes() == 0
-
-
-@pytest.mark.parametrize(("world", "ranks_per_node", "top_k"), [(4, 2, 2), (8, 4, 4), (16, 8, 8)])
-def test_uniform_routing_costs_what_is_expected(world, ranks_per_node, top_k):
-    num_experts, tokens = 4 * world, 4096
-    topology = Topology.regular(world, ranks_per_node=ranks_per_node)
-    expected = expected_rows(top_k, world=world, ranks_per_node=ranks_per_node)
-    rank = world // 2
-    generator = torch.Generator().manual_seed(world)
-    ids_TK = torch.rand(tokens, num_experts, generator=generator).topk(top_k).indices
-    with record_traffic() as ledger:
-        rows = rows_by_rank(ids_TK, num_experts, world)
-        sent_bytes = tuple(count * bytes_per_row("dispatch", 16, torch.bfloat16) for count in rows)
-        note_traffic(TrafficEntry(leg="dispatch", rank=rank, members=tuple(range(world)), sent_bytes=sent_bytes))
-    by_link = ledger.bytes_by_link(topology)
-    per_token = {link: total / (tokens * (16 * 2 + 4)) for link, total in by_link.items()}
-    assert per_token[LinkClass.NETWORK] == pytest.approx(expected.network, rel=0.03)
-    assert per_token[LinkClass.NVLINK] == pytest.approx(expected.nvlink, rel=0.1)
-    assert sum(per_token.values()) == pytest.approx(top_k)
-    assert expected.total == pytest.approx(top_k * (1 - 1 / world))
-
-
-def test_expected_rows_of_the_published_table():
-    """E = 256, K = 8, 8 ranks per machine: rows per token over the network for 2 to 32 machines."""
-    network = [expected_rows(8, world=8 * nodes, ranks_per_node=8).network for nodes in (2, 4, 8, 16, 32)]
-    assert network == [4.0, 6.0, 7.0, 7.5, 7.75]
-    with pytest.raises(MoeCommError, match="ranks_per_node = 3 does not divide the group of 8 ranks"):
-        expected_rows(8, world=8, ranks_per_node=3)
-
-
-def test_rows_and_bytes_by_hand():
-    assert rows_by_rank(torch.tensor([[0, 1], [3, -1], [3, 3]]), 4, 2) == (2, 3)
-    assert rows_by_rank(torch.empty(0, 2, dtype=torch.int64), 4, 2) == (0, 0)
-    assert bytes_per_row("dispatch", 10, torch.bfloat16) == 10 * 2 + 4
-    assert bytes_per_row("dispatch_backward", 10, torch.float64) == 10 * 8 + 8
-    assert bytes_per_row("combine", 10, torch.bfloat16) == bytes_per_row("combine_backward", 10, torch.bfloat16) == 20
-    assert metadata_bytes(8, 2) == (4 + 1) * 8
-    rows = ((1, 2), (3, 4))
-    assert alltoall_bytes("dispatch", 0, rows, hidden=1, dtype=torch.float32) == (8, 16)
-    assert alltoall_bytes("combine", 0, rows, hidden=1, dtype=torch.float32) == (4, 12)
-    assert shared_rows([(1, 2), (3, 4), (5, 6), (7, 8)], 1, 2) == [[8, 8], [12, 12]]  # of shards 0 and 1 to place 1
-    assert alltoall_bytes("gather", 1, [[8, 8], [12, 12]], hidden=1, dtype=torch.float32) == (96, 96)
-    assert alltoall_bytes("gather_backward", 1, [[8, 8], [12, 12]], hidden=1, dtype=torch.float32) == (64, 96)
-    assert alltoall_bytes("scatter", 1, [[8, 8], [12, 12]], hidden=1, dtype=torch.float32) == (32, 48)
-    assert alltoall_bytes("scatter_backward", 1, [[8, 8], [12, 12]], hidden=1, dtype=torch.float32) == (48, 48)
-    with pytest.raises(MoeCommError, match="not sent in rows"):
-        bytes_per_row("metadata", 8, torch.float32)
+    assert ledger.leaving_bytes() == ledger.collectives() == ledger.peak_buffer_bytes == 0
+    assert ledger.host_syncs == 1  # it sizes the rows of its experts as well
 
 
 def test_links_by_hand():
@@ -210,6 +257,34 @@ def test_links_by_hand():
     assert by_link == {LinkClass.SELF: 22, LinkClass.NVLINK: 11, LinkClass.NODE: 0, LinkClass.NETWORK: 44}
     assert ledger.bytes_by_link(topology, leg="combine")[LinkClass.NETWORK] == 4
     assert (ledger.leaving_bytes(), ledger.leaving_bytes("dispatch")) == (55, 50)
+
+
+def test_links_of_several_groups_add_up():
+    topology = Topology.regular(4, ranks_per_node=2)
+    with record_traffic() as ledger:
+        for leg, members in (("dispatch_rail", (0, 2)), ("dispatch_node", (2, 3)), ("dispatch_node", (2, 3))):
+            note_traffic(TrafficEntry(leg=leg, rank=0, members=members, sent_bytes=(1, 10)))
+    by_link = ledger.bytes_by_link(topology)
+    assert by_link == {LinkClass.SELF: 3, LinkClass.NVLINK: 20, LinkClass.NODE: 0, LinkClass.NETWORK: 10}
+
+
+def test_collectives_waits_and_buffers_are_counted_while_a_ledger_is_open():
+    note_host_sync()
+    note_buffer(100)
+    with record_traffic() as ledger:
+        note_host_sync()
+        note_host_sync((ledger,))  # in backward: the ledger of the forward pass is still open here, and counts once
+        for held_bytes in (3, 7, 5):
+            note_buffer(held_bytes)
+        kept = open_ledgers()
+        Context().run(note_host_sync, kept)
+        Context().run(note_buffer, 9, kept)
+        note_traffic(TrafficEntry(leg="dispatch", rank=0, members=(0, 1), sent_bytes=(1, 2), collectives=2))
+        note_traffic(entry("combine"))
+    note_host_sync(kept)
+    note_buffer(100, kept)
+    assert (ledger.host_syncs, ledger.peak_buffer_bytes) == (3, 9)
+    assert [ledger.collectives(leg) for leg in (None, "dispatch", "combine", "metadata")] == [3, 2, 1, 0]
 
 
 def entry(leg="dispatch"):
@@ -235,7 +310,7 @@ def test_backward_in_another_thread_reaches_the_ledgers_of_its_forward_while_the
 
     def on_rank(rank, groups):
         def forward():
-            dispatcher, x_TD, ids_TK = AllToAllDispatcher(groups, 2), torch.ones(1, 1, requires_grad=True), [[0]]
+            dispatcher, x_TD, ids_TK = build(AllToAllConfig(), groups, 2), torch.ones(1, 1, requires_grad=True), [[0]]
             probs_TK = torch.ones(1, 1)
             plan = dispatcher.plan(Routing(ids_TK=torch.tensor(ids_TK), probs_TK=probs_TK, num_experts=2))
             return combine(dispatcher, plan, dispatch(dispatcher, plan, x_TD, probs_TK).rows_RD).sum()

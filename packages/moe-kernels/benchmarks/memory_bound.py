@@ -8,12 +8,11 @@ On a CPU it measures the plain implementation, on a GPU both, at sizes of DeepSe
 """
 
 import argparse
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 
 import torch
+from timing import in_turns
 from torch import Tensor
 
 from moe_kernels import apply_rope, gated_activation, rms_norm, rms_norm_residual, rope_tables
@@ -21,7 +20,7 @@ from moe_kernels.activation import Activation
 from moe_kernels.cross_entropy import cross_entropy
 from moe_kernels.implementation import Implementation, implementation
 
-REPEATS, WARM_UP = 21, 3
+REPEATS = 21
 KINDS: tuple[Activation, ...] = ("silu", "gelu")
 EPS = 1e-6
 
@@ -111,21 +110,6 @@ def activation(kind: Activation) -> Callable[..., Tensor]:
     return lambda h, p: gated_activation(h, p, kind)
 
 
-def in_turns(calls: list[Callable[[], object]], device: str) -> list[float]:
-    """Median seconds of each."""
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(WARM_UP + REPEATS):
-        for mine, call in zip(times, calls, strict=True):
-            if device == "cuda":
-                torch.cuda.synchronize()
-            began = time.perf_counter()
-            call()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            mine.append(time.perf_counter() - began)
-    return [median(mine[WARM_UP:]) for mine in times]
-
-
 def ratios(case: Case, dtype: torch.dtype, device: str, chosen: Implementation) -> tuple[float, float]:
     """Of forward and backward to a copy of as many bytes."""
     with implementation(chosen):
@@ -141,6 +125,7 @@ def ratios(case: Case, dtype: torch.dtype, device: str, chosen: Implementation) 
                 copied[1].clone,
             ],
             device,
+            REPEATS,
         )
     return forward / copy, backward / copy_backward
 

@@ -14,36 +14,19 @@ and DeepSeek-V3 (D 7168, E 256), both with K 8. Experts are drawn evenly.
 """
 
 import argparse
-import time
-from collections.abc import Callable
-from statistics import median
 
 import torch
+from timing import in_turns
 from torch import Tensor
 
 from moe_kernels.implementation import Implementation, implementation
 from moe_kernels.permute import most_rows, permute_with_probs, row_map, unpermute
 
-REPEATS, WARM_UP = 15, 3
+REPEATS = 15
 TOKENS = {"cpu": 2048, "cuda": 4096}
 CHOICES = 8
 MODELS = {"Qwen3-30B-A3B": (2048, 128), "DeepSeek-V3": (7168, 256)}
 COLUMNS = ("to rows", "to tokens", "index_select", "index_add", "map, read", "map, bound")
-
-
-def in_turns(calls: list[Callable[[], object]], device: str) -> list[float]:
-    """Median seconds of each."""
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(WARM_UP + REPEATS):
-        for mine, call in zip(times, calls, strict=True):
-            if device == "cuda":
-                torch.cuda.synchronize()
-            began = time.perf_counter()
-            call()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            mine.append(time.perf_counter() - began)
-    return [median(mine[WARM_UP:]) for mine in times]
 
 
 def measured(features: int, experts: int, dtype: torch.dtype, device: str) -> list[float]:
@@ -72,6 +55,7 @@ def measured(features: int, experts: int, dtype: torch.dtype, device: str) -> li
             lambda: row_map(ids_TK, experts, capacity_rows=bound),
         ],
         device,
+        REPEATS,
     )
     return [to_rows / copy, to_tokens / copy, gather / copy, add / copy, read / to_rows, free / to_rows]
 

@@ -13,20 +13,19 @@ Shape legend: T tokens, K choices per token, E experts, S segments.
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from timing import in_turns
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from moe_kernels import RouterConfig, balance_loss, plain_choices, route, scores, z_loss
 from moe_kernels.implementation import implementation
 
-SEGMENTS, WARM_UP = 8, 3
+SEGMENTS = 8
 
 
 @dataclass(frozen=True)
@@ -104,14 +103,6 @@ def calls_of(model: Model, tokens: int, device: str) -> dict[str, dict[str, Call
     }
 
 
-def seconds(call: Callable[[], object], device: str) -> float:
-    start = time.perf_counter()
-    call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def launches(call: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         call()
@@ -129,13 +120,11 @@ def main() -> None:
     for model in MODELS:
         for measure, calls in calls_of(model, tokens, options.device).items():
             for name in ("plain", "triton") if options.device == "cuda" else ("plain",):
-                times: dict[str, list[float]] = {side: [] for side in calls}
                 with implementation(name):
-                    for _ in range(WARM_UP + options.rounds):
-                        for side, call in calls.items():
-                            times[side].append(seconds(call, options.device))
+                    median = dict(
+                        zip(calls, in_turns(list(calls.values()), options.device, options.rounds), strict=True)
+                    )
                     counted = {side: launches(call) for side, call in calls.items()} if options.device == "cuda" else {}
-                median = {side: statistics.median(found[WARM_UP:]) for side, found in times.items()}
                 more = f", launches {counted['ours']} beside {counted['written out']}" if counted else ""
                 print(
                     f"{model.name}, T {tokens}, {measure}, {name}: {median['ours'] / median['written out']:.2f} "

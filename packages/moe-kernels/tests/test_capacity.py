@@ -214,34 +214,48 @@ def test_over_a_microbatch_the_layout_does_not_matter(policy: Any) -> None:
     # With few different weights, so that there are ties; fixed, because a rank alone may decide the same by luck.
     whole = routing_of(ids_TK, torch.randint(1, 4, ids_TK.shape, generator=torch.Generator().manual_seed(0)) / 4)
     config = CapacityConfig(factor=0.8, policy=policy, scope="microbatch")
-    one = CapacityGroup(gather=lambda x: x, rank=0, token_T=torch.arange(24))
+    alone = CapacityConfig(factor=0.8, policy=policy)
+    one = CapacityGroup(whole=lambda x: x, own=lambda x: x, num_tokens=24)
     expected_TK = kept_choices(whole, config, group=one)
-    assert torch.equal(expected_TK, kept_choices(whole, CapacityConfig(factor=0.8, policy=policy)))
+    assert torch.equal(expected_TK, kept_choices(whole, alone))
     # As context parallelism deals them out: the first and the last quarter, and the two in between.
     shares = [torch.cat((torch.arange(6), torch.arange(18, 24))), torch.arange(6, 18)]
     parts = [routing_of(ids_TK[share], whole.probs_TK[share]) for share in shares]
-    gathered = {
-        "ids": torch.cat([part.ids_TK for part in parts]),
-        "probs": torch.cat([part.probs_TK for part in parts]),
-        "tokens": torch.cat(shares),
-    }
-    for rank, share in enumerate(shares):
-        answers = iter(("ids", "probs", "tokens"))
-        seen: list[Tensor] = []
+    for part, share in zip(parts, shares, strict=True):
+        others = {id(part.ids_TK): whole.ids_TK, part.probs_TK.data_ptr(): whole.probs_TK}
 
-        def gather(x: Tensor, answers: Any = answers, seen: Any = seen) -> Tensor:
-            seen.append(x)
-            return gathered[next(answers)]
+        def gather(x: Tensor, others: Any = others) -> Tensor:
+            found: Tensor = others[id(x) if not x.is_floating_point() else x.data_ptr()]
+            return found
 
-        group = CapacityGroup(gather=gather, rank=rank, token_T=share)
-        assert torch.equal(kept_choices(parts[rank], config, group=group), expected_TK[share])
-        for given, other in zip(seen, (parts[rank].ids_TK, parts[rank].probs_TK, share), strict=True):
-            assert torch.equal(given, other)
-    alone = CapacityConfig(factor=0.8, policy=policy)
+        group = CapacityGroup(whole=gather, own=lambda x, share=share: x[share], num_tokens=24)
+        assert torch.equal(kept_choices(part, config, group=group), expected_TK[share])
     assert any(
         not torch.equal(kept_choices(part, alone), expected_TK[share])
         for part, share in zip(parts, shares, strict=True)
     )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_slots_that_rows_were_padded_with_do_not_raise_the_capacity(policy: Any) -> None:
+    """Rows of 5 slots, padded to 8 so that ranks can split them."""
+    ids_TK = torch.zeros(2, 5, 1, dtype=torch.int64)
+    probs_TK = torch.rand(2, 5, 1)
+    config = CapacityConfig(factor=2.5, policy=policy, scope="microbatch")
+    kept_TK = kept_choices(
+        routing_of(ids_TK.flatten(0, 1), probs_TK.flatten(0, 1)),
+        config,
+        group=CapacityGroup(whole=lambda x: x, own=lambda x: x, num_tokens=10),
+    )
+    more = (0, 0, 0, 3)
+    padded = routing_of(
+        torch.nn.functional.pad(ids_TK, more, value=-1).flatten(0, 1),
+        torch.nn.functional.pad(probs_TK, more).flatten(0, 1),
+    )
+    group = CapacityGroup(whole=lambda x: x, own=lambda x: x, num_tokens=10)
+    again_TK = kept_choices(padded, config, group=group).view(2, 8, 1)[:, :5].flatten(0, 1)
+    assert torch.equal(again_TK, kept_TK)
+    assert kept_TK.sum() == 5
 
 
 def test_a_microbatch_needs_its_ranks() -> None:

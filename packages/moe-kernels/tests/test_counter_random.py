@@ -55,6 +55,20 @@ def test_seed_step_and_purpose_draw_numbers_of_their_own(other: dict[str, object
     assert first.of("a").of("b").key != first.of("b").of("a").key
 
 
+@pytest.mark.parametrize("step", [0, 7, 2**40])
+def test_a_step_that_is_a_tensor_draws_the_numbers_of_one_that_is_none(step: int, implementation: str) -> None:
+    """Graphs read it anew, and the step before they were captured did not."""
+    number, tensor = tokens(*range(9), step=step), tokens(*range(9), step=torch.tensor(step, device=DEVICE))
+    for purpose in ("", "layers.3/jitter"):
+        one, other = replace(number, purpose=purpose), replace(tensor, purpose=purpose)
+        assert isinstance(other.key, Tensor)
+        assert other.key.item() == one.key
+        assert torch.equal(other.uniform(5, torch.float64), one.uniform(5, torch.float64))
+        assert torch.equal(balanced_choices(7, 3, other), balanced_choices(7, 3, one))
+        x_TD = torch.randn(9, 12, device=DEVICE)
+        assert torch.equal(jitter(x_TD, 0.3, other), jitter(x_TD, 0.3, one)), implementation
+
+
 def test_numbers_are_uniform_and_independent_of_their_neighbours() -> None:
     """Standard errors are 0.0009 for the mean and 0.0032 for a correlation."""
     uniform_TN = tokens(*range(1000)).uniform(100, torch.float64)
@@ -99,7 +113,8 @@ def test_jitter_is_traced_and_its_operator_is_what_it_says(implementation: str) 
     if implementation == "triton":
         from moe_kernels.triton_kernels import jitter as kernels
 
-        arguments = (torch.randn(3, 5, device=DEVICE), torch.arange(3, device=DEVICE), 0.1, 2**62)
+        key = torch.tensor(2**62, device=DEVICE)
+        arguments = (torch.randn(3, 5, device=DEVICE), torch.arange(3, device=DEVICE), 0.1, key)
         torch.library.opcheck(kernels.jitter, arguments, test_utils=("test_schema", "test_faketensor"))
     assert jitter(torch.zeros(0, 5, device=DEVICE), 0.1, tokens()).shape == (0, 5)
 

@@ -269,6 +269,22 @@ MIXED = RaggedCase("mixed", (3, 0, 5), rows_after=1)
 X, W, GRAD, MAIN = torch.randn(9, 8), torch.randn(3, 8, 12), torch.randn(9, 12), torch.zeros(3, 8, 12)
 
 
+@pytest.mark.parametrize("method", ["forward", "wgrad"])
+def test_without_autograd_a_mode_sees_the_operator_and_nobody_else_pays_for_it(method: str) -> None:
+    backend = TorchGroupedGemm()
+    x_RK, w_EKN, offsets_E = torch.randn(30, 8), torch.randn(3, 8, 12), torch.tensor([4, 20, 30], dtype=torch.int32)
+    second = w_EKN if method == "forward" else torch.randn(30, 12)
+    with torch.no_grad():
+        direct = getattr(backend, method)(x_RK, second, offsets_E)
+        with FlopCounterMode(display=False) as counter:
+            seen = getattr(backend, method)(x_RK, second, offsets_E)
+        with torch.profiler.profile() as profile:
+            getattr(backend, method)(x_RK, second, offsets_E)
+    assert torch.equal(direct, seen)
+    assert counter.get_total_flops() == 2 * 30 * 8 * 12
+    assert not any("moe_kernels::" in event.key for event in profile.key_averages())
+
+
 @pytest.mark.parametrize(
     ("name", "args"),
     [

@@ -264,6 +264,19 @@ def test_r002_r009_parts_of_the_global_loss_add_up_over_any_microbatches(
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.parametrize("tokens", [7, 10**6 + 3])
+def test_the_global_loss_of_counts_that_are_tensors_has_the_same_bits(tokens: int, dtype: torch.dtype) -> None:
+    """Graphs read them anew."""
+    scores_TE, ids_TK = drawn(dtype, 8, 3, 2)
+    scores_TE.requires_grad_()
+    counts_E = torch.bincount(ids_TK.view(-1), minlength=3)
+    losses = [
+        global_balance_loss(scores_TE, counts_E, *counts, 2) for counts in ((9, tokens), map(torch.tensor, (9, tokens)))
+    ]
+    assert torch.equal(*losses)
+    assert torch.equal(*(torch.autograd.grad(loss, scores_TE)[0] for loss in losses))
+
+
 @pytest.mark.parametrize(("window", "step"), [(0, 4), (4, 0)])
 def test_the_global_loss_refuses_to_divide_by_zero(window: int, step: int) -> None:
     with pytest.raises(MoeKernelsError, match=f"{window} and {step}"):

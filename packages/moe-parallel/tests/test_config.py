@@ -41,6 +41,7 @@ def test_the_config_is_frozen_and_keyword_only():
         "cp_kind": "ring",
         "cp_inner": 1,
         "dynamic_cp_tokens": None,
+        "ranks_per_node": None,
         "timeout_s": 600.0,
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -55,6 +56,12 @@ def test_a_timeout_is_a_number_of_seconds(seconds):
     (problem,) = ParallelConfig(timeout_s=seconds).problems()
     assert str(problem) == f"parallel.timeout_s = {seconds!r}: a number of seconds is finite and above 0"
     assert ParallelConfig(timeout_s=0.5).problems() == ParallelConfig().problems() == []
+
+
+def test_a_machine_has_a_rank():
+    (problem,) = ParallelConfig(ranks_per_node=0).problems()
+    assert str(problem) == "parallel.ranks_per_node = 0: a machine has at least one rank"
+    assert ParallelConfig(ranks_per_node=8).problems() == []
 
 
 @pytest.mark.parametrize("kind", ["ring", "all_to_all", "gather"])

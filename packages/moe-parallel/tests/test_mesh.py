@@ -22,7 +22,7 @@ from moe_parallel import (
 )
 from moe_parallel._torch_compat import fake_world
 from moe_parallel.layout import DENSE_AXES, EXPERT_AXES
-from moe_parallel.mesh import ACTIVATION_AXES, GRADIENT_AXES
+from moe_parallel.mesh import ACTIVATION_AXES, CUT_AXES, GRADIENT_AXES
 from moe_parallel.testing import legal_layouts
 
 AXES = (*ACTIVATION_AXES, *GRADIENT_AXES)
@@ -86,7 +86,7 @@ def test_axes_that_span_the_same_ranks_share_a_group_within_a_row_only():
         assert ids["dp",] == ids["edp",]
         assert len({ids["cp",], ids["dp",], ids["cp", "dp"]}) == 3
         assert mesh.group("cp").group_desc == "cp = tp * cp = ep = etp * ep"
-        assert mesh.group("dp").group_desc == "dp = edp"
+        assert mesh.group("dp").group_desc == "dp = edp = etp * edp"
 
 
 def test_a_gradient_reduction_never_takes_the_group_of_activations():
@@ -98,76 +98,105 @@ def test_a_gradient_reduction_never_takes_the_group_of_activations():
         assert dist.get_process_group_ranks(mesh.group("cp", "dp")) == dist.get_process_group_ranks(mesh.group("cp"))
 
 
-# Members of `cp_inner` and `cp_outer` of every rank, by hand. In the second, ranks of one cp are two apart (tp is 2).
-CONTEXT = [
+# Members of the inner and the outer axis of some ranks, by hand. With tp 2, ranks of one cp are two apart.
+CUT = [
     (
+        "cp",
         {"world": 4, "cp": 4},
         2,
         {0: ((0, 1), (0, 2)), 1: ((0, 1), (1, 3)), 2: ((2, 3), (0, 2)), 3: ((2, 3), (1, 3))},
     ),
     (
+        "cp",
         {"world": 12, "tp": 2, "cp": 6},
         3,
         {0: ((0, 2, 4), (0, 6)), 3: ((1, 3, 5), (3, 9)), 8: ((6, 8, 10), (2, 8)), 11: ((7, 9, 11), (5, 11))},
     ),
     (
+        "cp",
         {"world": 12, "tp": 2, "cp": 6},
         2,
         {0: ((0, 2), (0, 4, 8)), 3: ((1, 3), (3, 7, 11)), 8: ((8, 10), (0, 4, 8)), 11: ((9, 11), (3, 7, 11))},
     ),
-    ({"world": 8, "cp": 4}, 2, {5: ((4, 5), (5, 7)), 6: ((6, 7), (4, 6))}),  # dp 2
+    ("cp", {"world": 8, "cp": 4}, 2, {5: ((4, 5), (5, 7)), 6: ((6, 7), (4, 6))}),  # dp 2
+    ("ep", {"world": 6, "ep": 6}, 3, {0: ((0, 1, 2), (0, 3)), 4: ((3, 4, 5), (1, 4))}),
+    ("ep", {"world": 8, "tp": 4, "ep": 4}, 2, {1: ((0, 1), (1, 3)), 6: ((6, 7), (4, 6))}),  # edp 2, and tp is ep
+    # Places of ep are two ranks apart, and a node of four ranks has two of them.
+    (
+        "ep",
+        {"world": 12, "ep": 6, "etp": 2},
+        2,
+        {0: ((0, 2), (0, 4, 8)), 3: ((1, 3), (3, 7, 11)), 8: ((8, 10), (0, 4, 8)), 11: ((9, 11), (3, 7, 11))},
+    ),
 ]
 
 
-@pytest.mark.parametrize(("degrees", "inner", "members"), CONTEXT)
-def test_neighbourhoods_of_context_parallelism(degrees, inner, members):
-    layout = ParallelLayout(**degrees)
+@pytest.mark.parametrize(("axis", "degrees", "inner", "members"), CUT)
+def test_an_axis_that_is_cut_in_two(axis, degrees, inner, members):
+    layout, parts = ParallelLayout(**degrees), (f"{axis}_inner", f"{axis}_outer")
     for rank, of_rank in members.items():
         with fake_world(rank=rank, world=layout.world):
-            mesh = FoldedMesh(layout, timeout_s=1, cp_inner=inner)
-            for axis, ranks in zip(("cp_inner", "cp_outer"), of_rank, strict=True):
-                assert tuple(dist.get_process_group_ranks(mesh.group(axis))) == ranks
-                assert (mesh.size(axis), mesh.rank(axis)) == (len(ranks), ranks.index(rank))
-                assert axis in mesh.group(axis).group_desc
-            assert mesh.rank("cp") == mesh.rank("cp_outer") * inner + mesh.rank("cp_inner")
-            assert mesh.size("cp") == mesh.size("cp_outer") * mesh.size("cp_inner")
+            mesh = FoldedMesh(layout, timeout_s=1, **{f"{axis}_inner": inner})
+            assert getattr(mesh, f"{axis}_inner") == inner
+            for part, ranks in zip(parts, of_rank, strict=True):
+                assert tuple(dist.get_process_group_ranks(mesh.group(part))) == ranks
+                assert (mesh.size(part), mesh.rank(part)) == (len(ranks), ranks.index(rank))
+                assert part in mesh.group(part).group_desc
+            inside, across = parts
+            assert mesh.rank(axis) == mesh.rank(across) * inner + mesh.rank(inside)
+            assert mesh.size(axis) == mesh.size(across) * mesh.size(inside)
+
+
+def test_both_views_are_cut_at_the_same_time():
+    with fake_world(rank=5, world=8):
+        mesh = FoldedMesh(ParallelLayout(world=8, cp=4, ep=8), timeout_s=1, cp_inner=2, ep_inner=4)
+        members = {
+            axis: dist.get_process_group_ranks(mesh.group(axis))
+            for axis in ("cp_inner", "cp_outer", "ep_inner", "ep_outer")
+        }
+    assert members == {"cp_inner": [4, 5], "cp_outer": [5, 7], "ep_inner": [4, 5, 6, 7], "ep_outer": [1, 5]}
 
 
 @pytest.mark.dist
-def test_the_two_groups_of_a_neighbourhood_answer():
+@pytest.mark.parametrize("axis", ["cp", "ep"])
+def test_the_two_groups_of_a_cut_axis_answer(axis):
     def on_rank(mesh):
         bit = 1 << mesh.rank("world")
-        return [all_reduce(torch.tensor([bit]), mesh.group(axis)).wait().item() for axis in ("cp_inner", "cp_outer")]
+        parts = (f"{axis}_inner", f"{axis}_outer")
+        return [all_reduce(torch.tensor([bit]), mesh.group(part)).wait().item() for part in parts]
 
-    found = run_distributed(ParallelLayout(world=4, cp=4), on_rank, cp_inner=2)
+    found = run_distributed(ParallelLayout(world=4, **{axis: 4}), on_rank, **{f"{axis}_inner": 2})
     assert found == [[0b0011, 0b0101], [0b0011, 0b1010], [0b1100, 0b0101], [0b1100, 0b1010]]
 
 
-@pytest.mark.parametrize("cp", [1, 2, 4])
-def test_without_neighbourhoods_the_ring_goes_round_all(cp):
+@pytest.mark.parametrize("axis", ["cp", "ep"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_of_an_axis_that_is_not_cut_the_outer_part_is_the_whole(axis, size):
+    inner, outer = f"{axis}_inner", f"{axis}_outer"
     with fake_world(rank=3, world=4):
-        mesh = FoldedMesh(ParallelLayout(world=4, cp=cp), timeout_s=1)
-        assert (mesh.size("cp_inner"), mesh.rank("cp_inner"), mesh.group("cp_inner")) == (1, 0, None)
-        assert (mesh.size("cp_outer"), mesh.rank("cp_outer")) == (mesh.size("cp"), mesh.rank("cp"))
-        assert mesh.group("cp_outer") is mesh.group("cp")
+        mesh = FoldedMesh(ParallelLayout(world=4, **{axis: size}), timeout_s=1)
+        assert (mesh.size(inner), mesh.rank(inner), mesh.group(inner)) == (1, 0, None)
+        assert (mesh.size(outer), mesh.rank(outer)) == (mesh.size(axis), mesh.rank(axis))
+        assert mesh.group(outer) is mesh.group(axis)
 
 
-def test_one_neighbourhood_is_the_whole():
+@pytest.mark.parametrize("axis", ["cp", "ep"])
+def test_one_run_is_the_whole(axis):
+    inner, outer = f"{axis}_inner", f"{axis}_outer"
     with fake_world(rank=3, world=4):
-        mesh = FoldedMesh(ParallelLayout(world=4, cp=4), timeout_s=1, cp_inner=4)
-        assert mesh.group("cp_inner") is mesh.group("cp")
-        assert (mesh.size("cp_outer"), mesh.group("cp_outer")) == (1, None)
+        mesh = FoldedMesh(ParallelLayout(world=4, **{axis: 4}), timeout_s=1, **{inner: 4})
+        assert mesh.group(inner) is mesh.group(axis)
+        assert (mesh.size(outer), mesh.group(outer)) == (1, None)
 
 
+@pytest.mark.parametrize("axis", ["cp", "ep"])
 @pytest.mark.parametrize("inner", [-1, 0, 3, 8])
-def test_neighbourhoods_divide_the_ranks_of_cp(inner):
-    with (
-        fake_world(rank=0, world=4),
-        pytest.raises(MoeParallelError, match=f"cp_inner = {inner} does not divide cp = 4"),
-    ):
-        FoldedMesh(ParallelLayout(world=4, cp=4), timeout_s=1, cp_inner=inner)
-    with pytest.raises(MoeParallelError, match="cp_inner = 2 does not divide cp = 1"):
-        FoldedMesh(ParallelLayout(world=1), timeout_s=1, cp_inner=2)
+def test_runs_divide_the_axis(axis, inner):
+    message = f"{axis}_inner = {inner} does not divide {axis} = 4"
+    with fake_world(rank=0, world=4), pytest.raises(MoeParallelError, match=message):
+        FoldedMesh(ParallelLayout(world=4, **{axis: 4}), timeout_s=1, **{f"{axis}_inner": inner})
+    with pytest.raises(MoeParallelError, match=f"{axis}_inner = 2 does not divide {axis} = 1"):
+        FoldedMesh(ParallelLayout(world=1), timeout_s=1, **{f"{axis}_inner": 2})
 
 
 def test_gradients_that_are_summed_over_tp_as_well_have_a_group_of_their_own():
@@ -207,6 +236,35 @@ def test_all_ranks_make_the_same_number_of_groups():
                     [row.index(axes) for axes in first_of_each_set(layout, row, rank)] for rank in range(layout.world)
                 ]
                 assert made.count(made[0]) == layout.world, layout
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"world": 12, "tp": 2, "cp": 6, "ep": 6, "etp": 2},
+        {"world": 12, "tp": 3, "cp": 4, "ep": 12},
+        {"world": 16, "cp": 8, "ep": 4, "etp": 2},
+        {"world": 24, "tp": 2, "pp": 2, "cp": 6, "ep": 6},
+    ],
+)
+def test_all_ranks_make_the_same_number_of_groups_where_axes_are_cut(degrees):
+    """Parts of one axis may span the ranks of another axis, on every rank or on none."""
+    layout = ParallelLayout(**degrees)
+    cuts = [
+        {"cp_inner": cp, "ep_inner": ep}
+        for cp in range(1, layout.cp + 1)
+        for ep in range(1, layout.ep + 1)
+        if layout.cp % cp == layout.ep % ep == 0
+    ]
+    parts = [(part,) for both in CUT_AXES.values() for part in both]
+    for cut in cuts:
+        made = []
+        for rank in range(layout.world):
+            with fake_world(rank=rank, world=layout.world):
+                mesh = FoldedMesh(layout, timeout_s=1, **cut)
+                of_axes = [mesh.group(*axes) for axes in (*AXES, *parts)]
+                made.append(sorted(group.group_desc for group in set(of_axes) - {None}))
+        assert made.count(made[0]) == layout.world, cut
 
 
 def first_of_each_set(layout, row, rank):

@@ -56,6 +56,35 @@ def test_peers_on_the_machine_of_a_rank():
 
 
 @pytest.mark.parametrize(
+    ("nodes", "run"),
+    [
+        ("aaaabbbb", 4),
+        ("aaaaaaaa", 8),
+        ("abababab", 1),
+        ("aabbccdd", 2),
+        ("aabbaabb", 2),
+        ("aaaabb", 2),  # a machine of four ranks is two runs
+        ("aaabb", 1),
+        ("abbbba", 1),
+        ("a", 1),
+    ],
+)
+def test_consecutive_members_on_a_machine(nodes, run):
+    assert Topology.from_hosts(nodes).run_on_node(range(len(nodes))) == run
+    cut = [nodes[first : first + run] for first in range(0, len(nodes), run)]
+    assert all(len(part) == run and len(set(part)) == 1 for part in cut)
+
+
+def test_members_of_a_group_are_taken_in_its_order():
+    topology = Topology.regular(16, ranks_per_node=4)
+    assert topology.run_on_node(range(0, 16, 2)) == 2  # ep places that are etp = 2 ranks apart
+    assert topology.run_on_node([0, 4, 8, 12]) == 1
+    assert topology.run_on_node([0, 4, 1, 5]) == 1
+    assert topology.run_on_node([0, 1, 8, 9, 5, 4]) == 2
+    assert topology.run_on_node([7]) == 1
+
+
+@pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: Topology.regular(8, ranks_per_node=3), "ranks_per_node = 3 does not divide the world of 8 ranks"),

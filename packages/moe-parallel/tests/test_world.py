@@ -19,6 +19,7 @@ from moe_parallel import (
     all_reduce,
     gather_json,
     joined,
+    machines,
     run_distributed,
     together,
 )
@@ -186,6 +187,24 @@ def test_a_world_of_one_says_what_several_would():
     assert not dist.is_initialized()
     value = {"a": (1, 2), 3: None}
     assert gather_json(value) == [json.loads(json.dumps(value))] == [{"a": [1, 2], "3": None}]
+
+
+def test_machines_are_told_apart_by_name(monkeypatch):
+    names = {0: "red", 1: "blue", 2: "red"}
+
+    def on_rank(rank, groups):
+        return machines(), machines(nvlink=True)
+
+    monkeypatch.setattr(socket, "gethostname", lambda: names[dist.get_rank()])
+    for found, with_nvlink in run_threads(3, on_rank):
+        assert found.node_of == with_nvlink.node_of == with_nvlink.domain_of == (0, 1, 0)
+        assert found.domain_of == (0, 1, 2)
+
+
+@pytest.mark.dist
+def test_ranks_of_this_machine_share_it():
+    found = run_distributed(ParallelLayout(world=2), lambda mesh: machines())
+    assert [topology.node_of for topology in found] == [(0, 0)] * 2
     agree(None)
     error = OSError("here")
     with pytest.raises(OSError, match="here") as caught:

@@ -23,7 +23,7 @@ def training(monkeypatch, tmp_path):
     """Work in an empty folder with a loop that only notes how it was called: (config, run, resume)."""
     calls = []
 
-    def train(config, run, *, resume, groups):
+    def train(config, run, *, resume, groups, topology):
         calls.append((config, run, resume))
         logging.getLogger("moe_train.loop").info("trained")
 
@@ -135,7 +135,7 @@ def test_resume_warns_about_other_versions(training, capsys):
 
 def test_a_user_error_in_training_is_one_message_and_a_bug_a_traceback(training, monkeypatch, capsys):
     def fail(error):
-        def train(config, run, *, resume, groups):
+        def train(config, run, *, resume, groups, topology):
             raise error
 
         monkeypatch.setattr(sys.modules["moe_train.loop"], "train", train)

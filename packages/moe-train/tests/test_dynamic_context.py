@@ -1,12 +1,15 @@
 """Dynamic context parallelism: groups of ranks made anew for each microbatch, and the loss is that of one process."""
 
 from collections import Counter
+from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
+from moe_kernels import expert_capacity
 from moe_parallel import run_distributed
 from moe_train.assemble import assemble, load_data
 from moe_train.config.checks import layout_of, mesh_of
@@ -168,6 +171,50 @@ def test_r093_ranks_make_equally_many_collectives_and_groups_change_between_micr
     assert all(rank[1] == ranks[0][1] for rank in ranks)
     # In one microbatch ranks may be in groups of several sizes.
     assert any(len(set(column)) > 1 for step in zip(*sizes, strict=True) for column in zip(*step, strict=True))
+
+
+def test_r093_the_tokens_of_the_ranks_that_share_rows_compete_for_the_places_of_an_expert():
+    config = dynamic(4, "tiny_moe", "model.capacity.factor=0.5", "model.capacity.scope=microbatch")
+    layout = layout_of(config, 4)
+
+    def on_rank(mesh):
+        training = assemble(config, mesh)
+        layer = training.model.layers[0].moe
+        plan, route, kept, chosen = layer.dispatcher.plan, layer.router.forward, [], []
+
+        def planned(routing):
+            kept.append(routing.counts_E())
+            return plan(routing)
+
+        def routed(*arguments):
+            found = route(*arguments)
+            chosen.append(found[0].counts_E())
+            return found
+
+        layer.dispatcher = copy(layer.dispatcher)
+        layer.dispatcher.plan, layer.router.forward = planned, routed
+        tokens = next_step(training.data.train, training.cut)
+        run_step(training, tokens.microbatches, updates=0, window=None)
+        found = []
+        for part, *counts in zip(tokens.microbatches, kept, chosen, strict=True):
+            group = mesh.group(part.axis)
+            ranks = (mesh.rank("world"),) if group is None else tuple(torch.distributed.get_process_group_ranks(group))
+            found.append((ranks, part.batch.token_BS.numel(), *(count.numpy() for count in counts)))
+        return found
+
+    with short_corpus():
+        ranks = run_distributed(layout, on_rank, timeout_s=30, **mesh_of(config, layout))
+    sizes, is_limited = set(), False
+    for microbatch in zip(*ranks, strict=True):
+        for members, slots, _, _ in microbatch:
+            kept, chosen = (sum(microbatch[member][place] for member in members) for place in (2, 3))
+            model = config.model
+            most = expert_capacity(slots, model.router.top_k, model.num_experts, model.capacity)
+            assert (kept == np.minimum(chosen, most)).all()
+            sizes.add(len(members))
+            is_limited |= (chosen > most).any()
+    assert len(sizes) > 1
+    assert is_limited
 
 
 @pytest.mark.parametrize(

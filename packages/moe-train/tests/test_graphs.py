@@ -1,183 +1,243 @@
-"""Part of a real layer as a graph: attention and router are replayed, the exchange and the experts run as they are.
+"""Graphs in a training: losses, gradients and weights are those without graphs, bit for bit.
 
-The rest of the layer resumes from what the graph returned. Shape legend: B sequences, S slots, T = B*S tokens, D model.
+On a CPU graphs run the functions again on their static buffers, whose reuse is that of CUDA graphs. Buffers are
+poisoned when their backward has run, so that who reads them too late finds NaN.
 """
+
+from contextlib import contextmanager
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from moe_kernels import MoeKernelsError
-from moe_kernels.graphs import GraphPool
-from moe_memory.recompute import Replay
-from moe_parallel import Step, StepKind
-from moe_train.data.batch import Batch
-from moe_train.models.moe import MoEState
-from moe_train.scale import StepScale
-from moe_train.testing import small_config, small_model
+from moe_kernels.graphs import Use
+from moe_parallel import ParallelLayout, run_distributed
+from moe_train import assemble as assembly
+from moe_train.assemble import assemble
+from moe_train.config.checks import mesh_of
+from moe_train.config.error import ConfigError
+from moe_train.config.load import load_config
+from moe_train.data.microbatches import next_step
+from moe_train.errors import MoeTrainError
+from moe_train.evaluate import validation_loss
+from moe_train.graphs import StepGraphs
+from moe_train.scale import LoadWindow
+from moe_train.step import run_step
+from moe_train.testing import ALL_LOSSES, SMALL, STANDARD, short_corpus, small_config
 
-VOCABULARY, ROWS, SLOTS, MICROBATCHES = 31, 2, 7, 3
-LOSSES = ("model.balance.aux=0.02", "model.balance.seq=0.03", "model.balance.z=0.01")
+SCOPES = {"both": '["attn", "moe_router"]', "attention": '["attn"]', "router": '["moe_router"]'}
+# Four microbatches a step.
+FOUR = (*ALL_LOSSES, "train.microbatch_sequences=2", "memory.compute_dtype=float32")
 VARIANTS = {
-    "plain": (),
-    "all losses": LOSSES,
-    "shared expert": (*LOSSES, "model.shared_features=9"),
-    "bias": ("model.router.score=sigmoid", "model.balance.bias_rate=0.01"),
+    "all losses": FOUR,
+    "rounded": (*FOUR, "memory.compute_dtype=bfloat16"),
+    "one microbatch": (*FOUR, "train.microbatch_sequences=8"),
+    # The last microbatch of a step is smaller.
+    "uneven": (*FOUR, "train.microbatch_sequences=3"),
+    "jitter and bias": (
+        *FOUR,
+        "model.router.jitter=0.2",
+        "model.router.score=sigmoid",
+        "model.balance.bias_rate=0.01",
+    ),
+    "forced": (*FOUR, "model.router.force_balance=true"),
+    "sinkhorn": ("train.microbatch_sequences=2", "model.router.sinkhorn_iterations=3", "model.balance.aux=0"),
+    "shared and dense": (
+        *FOUR,
+        "model.shared_features=9",
+        "model.dense_layers=[0]",
+        "model.dense_features=17",
+        "model.num_layers=3",
+    ),
+    "capacity": (*FOUR, "model.capacity.factor=0.6", "model.capacity.scope=microbatch"),
 }
 
 
 @pytest.fixture(params=["eager", pytest.param("cuda", marks=pytest.mark.gpu)])
-def backend(request):
+def device(request):
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    return request.param
+    return {"eager": "cpu", "cuda": "cuda"}[request.param]
 
 
-class GraphedBlock:
-    """A layer whose first part is a graph, up to and including the step `route`."""
-
-    def __init__(self, pool, name, block):
-        self.block = block
-        parts = (block.attention_norm, block.attention, block.moe_norm, block.moe.router)
-        self.graphed = pool.graphed(name, self.first_part, *parts)
-        route, *self.rest = block.moe.steps
-        assert route.name == "route"
-        self.route = route.run
-        block.moe.steps = (Step("resume", StepKind.COMPUTE, self.resume), *self.rest)
-        block.forward = self.forward
-
-    def first_part(self, x_TD, info, rope, scale):
-        block = self.block
-        x_TD = x_TD + block.attention(block.attention_norm(x_TD), info, rope)
-        state = MoEState(x_TD=block.moe_norm(x_TD), valid_T=info.valid_BS.flatten(), scale=scale, replay=Replay())
-        self.route(state)
-        return x_TD, state.x_TD, {"routing": state.routing, "probs_TK": state.probs_TK, "losses": state.losses}
-
-    def resume(self, state):
-        for name, value in self.stored.items():
-            setattr(state, name, value)
-        del self.stored
-
-    def forward(self, replay, x_TD, info, rope, scale):
-        x_TD, normed_TD, self.stored = self.graphed(x_TD, info, rope, scale)
-        y_TD, statistics = self.block.moe(normed_TD, info.valid_BS.flatten(), scale, replay)
-        return x_TD + y_TD, statistics
+@contextmanager
+def poisoned():
+    with patch.object(assembly, "StepGraphs", partial(StepGraphs, poison=True)), short_corpus():
+        yield
 
 
-def build(variant, device, recompute="none"):
-    torch.manual_seed(11)
-    model = small_model(small_config(*VARIANTS[variant]).model, VOCABULARY, torch.float32, recompute).to(device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=1.0 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
-    return model
+def train(config, groups=None, steps=4, evaluates=False, odd=None):
+    """Losses, gradients of every step and the weights at the end; the step `odd` lacks its last microbatch."""
+    run = assemble(config, groups)
+    found, window = [], None
+    if config.model.balance.glob > 0:
+        router = len(run.router_names), config.model.num_experts
+        window = LoadWindow(counts_LE=torch.ones(router, dtype=torch.int64), num_tokens=config.model.num_experts)
+
+    def keep_gradients():
+        found.extend(part.tensor.clone() for part in run.engine.gradient_tensors())
+
+    for step in range(steps):
+        microbatches = next_step(run.data.train, run.cut).microbatches
+        microbatches = microbatches[:-1] if step == odd else microbatches
+        result = run_step(run, microbatches, updates=step, window=window, inspect=keep_gradients)
+        found += [
+            torch.tensor([result.loss, result.gradient_norm], dtype=torch.float64),
+            *vars(result.statistics).values(),
+        ]
+        if window is not None:
+            window = LoadWindow(counts_LE=result.statistics.counts, num_tokens=result.scale.num_tokens)
+        if evaluates:
+            found.append(torch.tensor(validation_loss(run, 4)))
+    return run, [*found, *(part.tensor for part in run.engine.state_tensors())]
 
 
-def draw(device):
-    """Microbatches of one step, the last rows of which end in padding."""
-    batches = []
-    for _ in range(MICROBATCHES):
-        token_BS, target_BS = torch.randint(VOCABULARY, (2, ROWS, SLOTS))
-        valid_BS = torch.arange(SLOTS) < torch.tensor([[SLOTS], [SLOTS - 2]])
-        batches.append(Batch.from_rows(token_BS, target_BS, valid_BS).each(lambda value: value.to(device)))
-    return batches
+def assert_equal(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
 
 
-def run_step(model, batches):
-    """Losses, statistics and gradients of a step, and an update of the parameters."""
-    scale = StepScale.count(batches, balance_sequences=ROWS, loss_norm="token")
-    found = []
-    for batch in batches:
-        weights = scale.microbatch(batch, torch.float32)
-        output = model(batch.token_BS, batch.sequence_info(), weights)
-        loss_T = torch.nn.functional.cross_entropy(
-            output.logits_BSV.flatten(0, 1), batch.target_BS.flatten(), reduction="none"
-        )
-        loss = (loss_T * weights.target_weight_T).sum()
-        found += [loss.detach(), output.statistics.counts, output.statistics.aux, output.statistics.z]
-        loss.backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            found.append(parameter.grad)
-            parameter.sub_(0.1 * parameter.grad)
-            parameter.grad = None
-        for router in model.routers():
-            router.update_bias(output.statistics.counts[router.row])
-    return found
-
-
+@pytest.mark.parametrize("scopes", SCOPES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_attention_and_router_as_graphs_change_no_bit(variant, backend):
-    device = "cuda" if backend == "cuda" else "cpu"
-    plain, model = build(variant, device), build(variant, device)
-    # Forward and backward of a layer end before the backward of the layer below begins.
-    pool = GraphPool(backend=backend, poison=True, read_before={"layers.1": "layers.0"})
-    for number, block in enumerate(model.layers):
-        GraphedBlock(pool, f"layers.{number}", block)
-    for step in range(4):
-        batches = draw(device)
-        for mine, other in zip(run_step(model, batches), run_step(plain, batches), strict=True):
-            assert torch.equal(mine, other)
-        if step == 0:
-            pool.capture()
-    assert pool.num_graphs == 2 * len(model.layers), "one microbatch in flight"
-    for mine, other in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
-        assert torch.equal(mine, other)
+def test_a_training_with_graphs_has_the_bits_of_one_without(variant, scopes, device):
+    options = (*VARIANTS[variant], f"train.device={device}")
+    with poisoned():
+        _, expected = train(small_config(*options))
+        run, found = train(small_config(*options, "kernels.graphs=partial", f"kernels.graph_scopes={SCOPES[scopes]}"))
+    assert_equal(found, expected)
+    layers = run.config.model.num_layers - (scopes == "router" and "dense" in variant)
+    # Microbatches that look alike share graphs.
+    assert run.graphs.pool.num_graphs == 2 * layers * (4 if variant == "uneven" else 1) // (
+        2 if variant == "uneven" else 1
+    )
 
 
-def test_microbatches_in_flight_have_graphs_of_their_own(backend):
-    """As in a pipeline: two forwards before the first backward."""
-    device = "cuda" if backend == "cuda" else "cpu"
-    plain, model = build("all losses", device), build("all losses", device)
-    pool = GraphPool(backend=backend, poison=True)
-    GraphedBlock(pool, "layers.0", model.layers[0])
-
-    def step(model, batches):
-        logits = [model(batch.token_BS, batch.sequence_info()).logits_BSV for batch in batches[:2]]
-        grads = []
-        for number in range(MICROBATCHES):
-            model.zero_grad()
-            logits[number].square().sum().backward()
-            grads += [parameter.grad for parameter in model.parameters()]
-            if number + 2 < MICROBATCHES:
-                batch = batches[number + 2]
-                logits.append(model(batch.token_BS, batch.sequence_info()).logits_BSV)
-        return grads
-
-    for number in range(3):
-        batches = draw(device)
-        for mine, other in zip(step(model, batches), step(plain, batches), strict=True):
-            assert torch.equal(mine, other)
-        if number == 0:
-            pool.capture()
-    assert pool.num_graphs == 2 * MICROBATCHES
+def test_evaluation_and_a_step_of_other_shapes_run_between_without_graphs():
+    with poisoned():
+        _, expected = train(small_config(*FOUR), evaluates=True, odd=2)
+        run, found = train(small_config(*FOUR, "kernels.graphs=partial"), evaluates=True, odd=2)
+    assert_equal(found, expected)
+    assert run.graphs.pool.num_graphs == 2 * run.config.model.num_layers
 
 
-def test_what_a_step_has_in_other_numbers_is_refused():
-    """The number of valid tokens of a step is a constant of the graph."""
-    model, pool = build("all losses", "cpu"), GraphPool()
-    GraphedBlock(pool, "layers.0", model.layers[0])
-    batches = draw("cpu")
-    run_step(model, batches)
-    pool.capture()
-    with pytest.raises(MoeKernelsError, match=rf"scale\.num_tokens = {3 * (2 * SLOTS - 2)}, not {2 * (2 * SLOTS - 2)}"):
-        run_step(model, batches[:2])
+@pytest.mark.parametrize(
+    "options",
+    [("model.balance.seq=0", "data.separate_documents=true", "data.sequence_length=40"), ("model.sliding_window=5",)],
+    ids=["documents", "window"],
+)
+def test_where_attention_reads_the_host_routers_alone_are_graphs(options):
+    options = (*FOUR, *options)
+    with poisoned():
+        _, expected = train(small_config(*options))
+        _, found = train(small_config(*options, "kernels.graphs=partial", 'kernels.graph_scopes=["moe_router"]'))
+    assert_equal(found, expected)
 
 
-def test_a_batch_of_another_size_is_refused():
-    model, pool = build("plain", "cpu"), GraphPool()
-    GraphedBlock(pool, "layers.0", model.layers[0])
-    batch = draw("cpu")[0]
-    model(batch.token_BS, batch.sequence_info()).logits_BSV.sum().backward()
-    pool.capture()
-    batch = batch.each(lambda value: value[:1])
-    with pytest.raises(MoeKernelsError, match=r"'layers\.0' was captured with x_TD: .* not float32 \(7, 24\)"):
-        model(batch.token_BS, batch.sequence_info())
+# Three or more microbatches are in flight on the first rank of a pipeline, with chunks that take turns more.
+SPREAD = {
+    "gpipe": (2, ("parallel.pp=2", "parallel.schedule=gpipe")),
+    "one_f_one_b": (2, ("parallel.pp=2", "parallel.schedule=one_f_one_b")),
+    "interleaved": (2, ("parallel.pp=2", "parallel.schedule=interleaved", "parallel.vpp=2", "model.num_layers=4")),
+    "dp2 ep2": (2, ("parallel.ep=2",)),
+}
 
 
-def test_recompute_of_a_graph_is_refused():
-    model, pool = build("plain", "cpu", recompute="full"), GraphPool()
-    GraphedBlock(pool, "layers.0", model.layers[0])
-    batch = draw("cpu")[0]
-    model(batch.token_BS, batch.sequence_info()).logits_BSV.square().sum().backward()
-    with pytest.raises(MoeKernelsError, match=r"the forward of 'layers\.0' in microbatch 1 has no backward"):
-        pool.capture()
+@pytest.mark.dist
+@pytest.mark.parametrize("recipe", ["tiny_qwen3_moe", "tiny_deepseek_v3"])
+@pytest.mark.parametrize("name", SPREAD)
+def test_microbatches_in_flight_have_buffers_of_their_own(name, recipe):
+    """All losses, expert bias, a dense layer, a shared expert and two tokens ahead, over the ranks of a pipeline."""
+    world, options = SPREAD[name]
+    options = (*STANDARD[recipe], "data.separate_documents=false", "train.microbatch_sequences=1", *options)
+    plain, graphed = (
+        load_config(recipe, [], [*options, f"kernels.graphs={graphs}"], world=world).config
+        for graphs in ("none", "partial")
+    )
+    degrees = plain.parallel
+    layout = ParallelLayout(world=world, tp=1, cp=1, pp=degrees.pp, ep=degrees.ep, etp=1)
+
+    def on_rank(mesh):
+        _, expected = train(plain, mesh, steps=2)
+        run, found = train(graphed, mesh, steps=2)
+        assert_equal(found, expected)
+        return run.graphs.pool.order
+
+    with poisoned():
+        orders = run_distributed(layout, on_rank, timeout_s=30, **mesh_of(plain, layout))
+    in_flight = [most_in_flight(order) for order in orders]
+    assert all(order for order in orders)
+    if "pp" in " ".join(options):
+        assert max(in_flight) > 1, in_flight
+
+
+def most_in_flight(order):
+    waiting, most = set(), 0
+    for use in order:
+        key = (use.name, use.microbatch)
+        waiting ^= {key}
+        most = max(most, sum(name == use.name for name, _ in waiting))
+    return most
+
+
+def test_the_order_of_a_pipeline_is_what_is_captured():
+    order = [Use("a", number, phase) for phase in ("forward", "backward") for number in range(3)]
+    assert most_in_flight(order) == 3
+
+
+def test_what_is_reported_of_a_microbatch_is_not_what_a_later_one_left():
+    """Statistics are read when a step is over: without copies they are those of other microbatches, or poison."""
+    _, expected = train_with("_lasting", lambda routed: routed)
+    assert any(bool(value.isnan().any()) for value in expected if value.is_floating_point())
+
+
+def test_numbers_that_change_from_step_to_step_are_no_constants_of_a_graph():
+    with pytest.raises(MoeKernelsError, match=r"scale\.window\.num_tokens = 5, not 104"):
+        train_with("readable", lambda scale: scale)
+
+
+def train_with(name, function):
+    with poisoned(), patch(f"moe_train.{'step' if name == 'readable' else 'graphs'}.{name}", function):
+        return train(small_config(*FOUR, "kernels.graphs=partial"))
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides", "key", "says"),
+    [
+        (1, ("kernels.graphs=full",), "kernels.graphs", "a dispatcher with a fixed number of rows"),
+        (
+            1,
+            ('kernels.graph_scopes=["moe_preprocess"]',),
+            "kernels.graph_scopes",
+            "reads the number of rows on the host",
+        ),
+        (1, ("kernels.graph_scopes=[]",), "kernels.graph_scopes", "at least one part"),
+        (1, ("memory.recompute=full",), "kernels.graphs", "does not run its forward again"),
+        (2, ("memory.data_parallel=fsdp",), "kernels.graphs", "fsdp gathers them anew"),
+        (2, ("parallel.tp=2",), "kernels.graphs", "contain no communication"),
+        (2, ("parallel.cp=2",), "kernels.graphs", "contain no communication"),
+        (2, ("parallel.pp=2", "parallel.schedule=zero_bubble"), "kernels.graphs", "puts them off"),
+        (1, ("data.sequences=sentences",), "kernels.graphs", "one shape"),
+        (1, ("data.separate_documents=true",), "kernels.graphs", "where documents begin"),
+        (1, ("model.sliding_window=5",), "kernels.graphs", "parts of a window"),
+        (
+            1,
+            ("data.separate_documents=true", 'kernels.graph_scopes=["moe_router"]', "model.balance.seq=0.1"),
+            "kernels.graphs",
+            "as many sequence losses as documents",
+        ),
+        (1, ("observe.record_choices=true",), "kernels.graphs", "recorded and repeated on the host"),
+    ],
+)
+def test_what_graphs_cannot_be_combined_with_is_said(world, overrides, key, says):
+    with pytest.raises(ConfigError, match=says) as error:
+        load_config("tiny_moe", [], [*SMALL, "model.num_experts=8", "kernels.graphs=partial", *overrides], world=world)
+    assert key in str(error.value)
+
+
+def test_a_model_of_other_layers_is_refused():
+    with short_corpus():
+        run = assemble(small_config())
+    with pytest.raises(MoeTrainError, match=r"no layer of this ModuleList is a Block.*kernels\.graphs = 'none'"):
+        StepGraphs(torch.nn.ModuleList([run.model.layers[0].moe.router]), ("attn",))

@@ -2,7 +2,7 @@
 
 import io
 import json
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 import pytest
 
@@ -14,10 +14,19 @@ from moe_train.observe.console import LEGEND, Console, headline, step_line, vali
 from moe_train.observe.jsonl import JsonlSink, read_jsonl
 from moe_train.observe.metrics import METRICS, metric
 from moe_train.observe.notation import clock, fixed, short
-from moe_train.observe.record import WALL_CLOCK_FIELDS, LoadRecord, StepRecord, ValidRecord
+from moe_train.observe.record import WALL_CLOCK_FIELDS, LoadRecord, StepRecord, StepTraffic, ValidRecord
 from moe_train.observe.sink import open_sinks
 from moe_train.run_directory import RunDirectory, next_free_directory
 
+TRAFFIC = StepTraffic(
+    network_bytes=3 << 20,
+    node_bytes=2 << 20,
+    self_bytes=1 << 20,
+    metadata_bytes=4096,
+    collectives=21,
+    host_syncs=3,
+    peak_buffer_bytes=1 << 19,
+)
 RECORD = StepRecord(
     step=20,
     loss=3.912,
@@ -40,6 +49,7 @@ RECORD = StepRecord(
     work_balance=1.0,
     memory_peak_bytes=int(0.6 * 2**30),
     eta_seconds=41.2,
+    comm=TRAFFIC,
 )
 
 
@@ -165,7 +175,8 @@ def test_records_are_json_lines_that_read_back(run):
     sink.close()
     step_json, valid_json = read_jsonl(run.metrics)
     assert step_json.pop("record") == "step"
-    assert StepRecord(**step_json) == RECORD
+    comm = {name: step_json.pop(f"comm/{name}") for name in asdict(TRAFFIC)}
+    assert StepRecord(**step_json, comm=StepTraffic(**comm)) == RECORD
     assert valid_json == {"record": "valid", "step": 20, "valid_loss": 1 / 3, "valid_bits_per_byte": 0.1}
     assert list(read_jsonl(run.expert_load)) == [{"record": "load", "step": 20, "counts": [[1, 2], [3, 0]]}]
 
@@ -253,11 +264,11 @@ def test_wall_clock_fields_are_fields():
 def test_every_number_of_a_record_and_every_label_of_the_console_is_explained():
     names = [found.name for found in METRICS]
     assert len(set(names)) == len(names)
-    recorded = {field.name for record in (StepRecord, ValidRecord) for field in fields(record)}
-    assert recorded <= set(names)
-    line = step_line(replace(RECORD, flops_per_second=1e9), 200) + valid_line(
-        ValidRecord(step=1, valid_loss=1.0, valid_bits_per_byte=1.0), 200
-    )
+    valid = ValidRecord(step=1, valid_loss=1.0, valid_bits_per_byte=1.0)
+    recorded = {name for record in (RECORD, valid) for name in json.loads(record.to_json())}
+    assert recorded - {"record"} <= set(names)
+    assert {f"comm/{field.name}" for field in fields(StepTraffic)} <= recorded
+    line = step_line(replace(RECORD, flops_per_second=1e9), 200) + valid_line(valid, 200)
     for label in ("step", "loss", "lr", "gnorm", "balance", "dead", "drop", "tok/s", "eta", "valid", "bits/byte"):
         assert label in line
         assert metric(label).label == label

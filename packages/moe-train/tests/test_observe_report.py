@@ -4,6 +4,7 @@ import json
 import math
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import fields
 from itertools import pairwise
 
 import pytest
@@ -12,7 +13,7 @@ from moe_train.config.load import load_config
 from moe_train.config.toml import to_toml
 from moe_train.observe.jsonl import JsonlSink
 from moe_train.observe.loads import load_history
-from moe_train.observe.record import LoadRecord, StepRecord, ValidRecord
+from moe_train.observe.record import LoadRecord, StepRecord, StepTraffic, ValidRecord
 from moe_train.observe.report import write_report
 from moe_train.observe.svg import Curve, Level, SecondScale, heatmap, line_chart
 from moe_train.run_directory import RunDirectory
@@ -44,6 +45,7 @@ def record(step, **changes):
         "work_balance": 1.0,
         "memory_peak_bytes": 3 << 29,
         "eta_seconds": 1.0,
+        "comm": StepTraffic(**{field.name: 0 for field in fields(StepTraffic)}),
     }
     return StepRecord(**(values | changes))
 

@@ -64,10 +64,10 @@ def train(run, layout, *overrides, engine="zero1", resume=False, before=lambda r
 
 
 def metrics(run):
-    """Of the training alone: not what is measured, and not how the layout shares out the work."""
+    """Of the training alone: not what is measured, and not how the layout shares out the work and the tokens."""
     left_out = WALL_CLOCK_FIELDS | {"work_balance"}
-    lines = run.metrics.read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in left_out} for line in lines]
+    lines = map(json.loads, run.metrics.read_text().splitlines())
+    return [{k: v for k, v in line.items() if k not in left_out and not k.startswith("comm/")} for line in lines]
 
 
 @pytest.fixture(scope="module")

@@ -7,15 +7,19 @@ from moe_comm._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from moe_comm.checks import (
+        check_most_tokens as check_most_tokens,
         check_routing as check_routing,
         check_tokens as check_tokens,
         id_out_of_range as id_out_of_range,
+        refuse_overflow as refuse_overflow,
         words_for_id as words_for_id,
         wrong_ids as wrong_ids,
     )
     from moe_comm.config import (
+        AllGatherConfig as AllGatherConfig,
         AllToAllConfig as AllToAllConfig,
         AutoConfig as AutoConfig,
+        HybridConfig as HybridConfig,
         LocalConfig as LocalConfig,
     )
     from moe_comm.dispatcher import (
@@ -41,16 +45,20 @@ if TYPE_CHECKING:
     from moe_comm.traffic import (
         TrafficEntry as TrafficEntry,
         TrafficLedger as TrafficLedger,
+        note_buffer as note_buffer,
+        note_host_sync as note_host_sync,
         note_traffic as note_traffic,
         record_traffic as record_traffic,
     )
 
 # Public name to module. Loaded on first use, so that configuration and the command line work without importing torch.
 _MODULE_OF = {
+    "AllGatherConfig": "config",
     "AllToAllConfig": "config",
     "AutoConfig": "config",
     "build_dispatcher": "registry",
     "Capabilities": "dispatcher",
+    "check_most_tokens": "checks",
     "check_routing": "checks",
     "check_tokens": "checks",
     "combine": "dispatcher",
@@ -60,13 +68,17 @@ _MODULE_OF = {
     "DispatcherPlugin": "dispatcher",
     "DISPATCHERS": "registry",
     "EXACT": "dispatcher",
+    "HybridConfig": "config",
     "id_out_of_range": "checks",
     "LocalConfig": "config",
     "MoeCommError": "errors",
+    "note_buffer": "traffic",
+    "note_host_sync": "traffic",
     "note_traffic": "traffic",
     "Parcel": "dispatcher",
     "Plan": "dispatcher",
     "record_traffic": "traffic",
+    "refuse_overflow": "checks",
     "Sizing": "dispatcher",
     "TokenDispatcher": "dispatcher",
     "TrafficEntry": "traffic",

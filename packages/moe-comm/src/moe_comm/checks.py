@@ -50,6 +50,31 @@ def check_routing(routing: Routing, sizing: Sizing, *, num_experts: int, capabil
             f"this dispatcher sizes its result exactly and cannot keep to {sizing.capacity_rows} rows; "
             "leave capacity_rows out, or choose a dispatcher with static shapes"
         )
+    if sizing.capacity_rows is not None and sizing.capacity_rows < 0:
+        raise MoeCommError(f"capacity_rows = {sizing.capacity_rows} is no number of rows; it must be at least 0")
+    if sizing.most_tokens is not None and sizing.capacity_rows is None:
+        raise MoeCommError("most_tokens is for fixed sizes; give capacity_rows with it")
+
+
+def check_most_tokens(routing: Routing, sizing: Sizing) -> None:
+    """Refuse more tokens than the sizing says any rank has."""
+    num_tokens = routing.ids_TK.shape[0]
+    if sizing.most_tokens is not None and num_tokens > sizing.most_tokens:
+        raise MoeCommError(f"sizing.most_tokens is {sizing.most_tokens}, but this rank brings {num_tokens} tokens")
+
+
+def refuse_overflow(choices: int, sizing: Sizing) -> None:
+    """Raise if choices found no row and the sizing says that this is an error; for where the host reads anyway.
+
+    Args:
+        choices: `Plan.overflow`, or the sum of several, over ranks too.
+        sizing: what the plans were made with.
+    """
+    if choices and sizing.overflow == "raise":
+        raise MoeCommError(
+            f"{choices} choices found no row: capacity_rows = {sizing.capacity_rows} is too few for this routing; give "
+            "more, or size the result exactly"
+        )
 
 
 def wrong_ids(routing: Routing) -> str | None:

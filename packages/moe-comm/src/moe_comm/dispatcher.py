@@ -55,13 +55,18 @@ class Sizing:
     Attributes:
         row_multiple: every expert's rows are padded with zero rows to a multiple of this; an empty expert stays empty.
         capacity_rows: None sizes the result exactly (one host synchronisation in `plan` where ranks exchange). A
-            number fixes the shape of the result; rows beyond it are an overflow.
-        overflow: what an overflow does: `raise` at the next safe point, or `drop` in slot order, counted.
+            number fixes the shape of the result, and of everything on the way; the host is not synchronised. Choices
+            whose row would lie beyond it are an overflow: they get no row. The same number on every rank.
+        overflow: what an overflow is: an error, which `refuse_overflow` raises where the host reads anyway (`raise`),
+            or meant (`drop`), and counted.
+        most_tokens: with `capacity_rows`, tokens of any rank at most, by which the way is sized; None where all ranks
+            have equally many, which is checked the first time.
     """
 
     row_multiple: int = 1
     capacity_rows: int | None = None
     overflow: Literal["raise", "drop"] = "raise"
+    most_tokens: int | None = None
 
 
 EXACT = Sizing()
@@ -71,6 +76,8 @@ EXACT = Sizing()
 class Plan:
     """The metadata of one dispatch. Backends subclass it and keep their own fields; it holds no token data.
 
+    What a backend learns only as rows arrive, it may add with the first dispatch; combine comes after one.
+
     Attributes:
         num_tokens: T, tokens of this rank.
         num_choices: K.
@@ -78,7 +85,8 @@ class Plan:
         num_rows: R, rows that `arrange` returns, padding included.
         counts_E: int64, rows per local expert without padding, on the device.
         offsets_E: int32, inclusive end of each local expert's rows, padding included, on the device.
-        overflow: int64 scalar on the device, choices that found no row.
+        overflow: int64 scalar on the device, choices that found no row; of the ranks that share experts the first
+            counts them.
     """
 
     num_tokens: int

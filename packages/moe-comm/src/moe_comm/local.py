@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_comm.checks import check_routing, check_tokens
+from moe_comm.checks import check_most_tokens, check_routing, check_tokens
 from moe_comm.config import LocalConfig
 from moe_comm.dispatcher import EXACT, Capabilities, Dispatched, DispatcherPlugin, Parcel, Plan, Sizing
 from moe_comm.errors import MoeCommError
+from moe_comm.traffic import note_host_sync
 from moe_kernels import MoeKernelsError, Routing
-from moe_kernels.permute import RowMap, permute, permute_probs, row_map, unpermute
+from moe_kernels.permute import RowMap, permute, permute_with_probs, row_map, unpermute, unpermute_with_probs
 from moe_parallel import Groups, Pending
 
 
@@ -36,21 +37,33 @@ class LocalDispatcher:
     """
 
     capabilities = Capabilities(
-        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}), largest_ep=1
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}),
+        largest_ep=1,
+        static_shapes=True,
     )
 
     def __init__(self, num_experts: int) -> None:
-        self.num_experts = num_experts
+        self.num_experts = self.num_local_experts = num_experts
 
     def plan(self, routing: Routing, sizing: Sizing = EXACT) -> LocalPlan:
         """Lay out the rows; the host is synchronised once, for the number of rows and the check of the ids.
+
+        With `sizing.capacity_rows` it is not; ids out of range are then an overflow.
 
         Raises:
             MoeCommError: the routing or the sizing does not fit.
         """
         check_routing(routing, sizing, num_experts=self.num_experts, capabilities=self.capabilities)
+        check_most_tokens(routing, sizing)
+        if sizing.capacity_rows is None:
+            note_host_sync()
         try:
-            rows = row_map(routing.ids_TK, self.num_experts, row_multiple=sizing.row_multiple)
+            rows = row_map(
+                routing.ids_TK,
+                self.num_experts,
+                row_multiple=sizing.row_multiple,
+                capacity_rows=sizing.capacity_rows,
+            )
         except MoeKernelsError as error:  # an id out of range, found by the synchronisation that row_map needs anyway
             raise MoeCommError(str(error)) from error
         return LocalPlan(
@@ -60,7 +73,7 @@ class LocalDispatcher:
             num_rows=rows.num_rows,
             counts_E=rows.counts_E,
             offsets_E=rows.offsets_E,
-            overflow=rows.counts_E.new_zeros(()),
+            overflow=rows.counts_E.new_zeros(()) if rows.overflow is None else rows.overflow,
             map=rows,
         )
 
@@ -81,13 +94,8 @@ class LocalDispatcher:
         """Copy each token to the rows of its experts."""
         if received.probs is None:
             raise MoeCommError("a parcel on the way to the experts carries probabilities, this one has none")
-        return Dispatched(
-            rows_RD=permute(received.rows, plan.map),
-            probs_R=permute_probs(received.probs, plan.map),
-            counts_E=plan.counts_E,
-            offsets_E=plan.offsets_E,
-            plan=plan,
-        )
+        rows_RD, probs_R = permute_with_probs(received.rows, received.probs, plan.map)
+        return Dispatched(rows_RD=rows_RD, probs_R=probs_R, counts_E=plan.counts_E, offsets_E=plan.offsets_E, plan=plan)
 
     def prepare_return(self, plan: LocalPlan, rows_RD: Tensor) -> Parcel:
         """The expert outputs as they are.
@@ -106,6 +114,16 @@ class LocalDispatcher:
     def merge(self, plan: LocalPlan, received: Parcel) -> Tensor:
         """Sum the rows of each token in the order of its choices."""
         return unpermute(received.rows, plan.map)
+
+    def dispatch_backward(self, plan: LocalPlan, grad_RD: Tensor, grad_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of tokens [T, D] and probabilities [T, K] from those of dispatched rows; not differentiable."""
+        with torch.no_grad():
+            return unpermute_with_probs(grad_RD, grad_R, plan.map)
+
+    def combine_backward(self, plan: LocalPlan, grad_TD: Tensor) -> Tensor:
+        """Gradients of expert outputs [R, D] from those of tokens; not differentiable."""
+        with torch.no_grad():
+            return permute(grad_TD, plan.map)
 
 
 def _build(config: LocalConfig, groups: Groups, num_experts: int) -> LocalDispatcher:

@@ -1,45 +1,56 @@
-"""Bytes that dispatchers send: a ledger of what was sent, and formulas of what an all-to-all has to send.
+"""The ledger: what the dispatchers of one rank send, what they wait for, and what they hold meanwhile.
 
     with record_traffic() as ledger:
         ...
     ledger.bytes_by_link(topology)
 
-Shape legend: T tokens of one rank, K choices per token, D features, W expert-parallel ranks.
+`counts` has the formulas that it must equal.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from operator import add
 from typing import Literal
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.errors import MoeCommError
-from moe_kernels import internal_dtype
 from moe_parallel import LinkClass, Topology
 
-# In the order of a layer and its backward. `gather` and `scatter` are between the ranks that share experts (`etp`).
+# In the order of a layer and its backward. `dispatch` and `combine` are between all ranks of `ep`; two levels have legs
+# between nodes (`rail`) and inside a node (`node`). `gather` and `scatter` are between the ranks that share experts.
 Leg = Literal[
     "metadata",
     "dispatch",
+    "dispatch_rail",
+    "dispatch_node",
     "gather",
     "scatter",
+    "combine_node",
+    "combine_rail",
     "combine",
     "combine_backward",
+    "combine_rail_backward",
+    "combine_node_backward",
     "scatter_backward",
     "gather_backward",
+    "dispatch_node_backward",
+    "dispatch_rail_backward",
     "dispatch_backward",
 ]
 
-# Legs on which rows travel towards experts; on the others they return.
-_THERE = ("dispatch", "gather", "combine_backward", "scatter_backward")
-_WITH_PROBABILITIES = ("dispatch", "gather", "gather_backward", "dispatch_backward")
-
-METADATA_ITEM_BYTES = 8
+BACKWARD_OF: dict[Leg, Leg] = {
+    "dispatch": "dispatch_backward",
+    "dispatch_rail": "dispatch_rail_backward",
+    "dispatch_node": "dispatch_node_backward",
+    "gather": "gather_backward",
+    "scatter": "scatter_backward",
+    "combine_node": "combine_node_backward",
+    "combine_rail": "combine_rail_backward",
+    "combine": "combine_backward",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,18 +62,22 @@ class TrafficEntry:
         rank: place of the sender in the group.
         members: ranks in the world of the group's members, in the order of the group.
         sent_bytes: by receiver, in the order of the group; the sender's own part stays where it is.
+        collectives: how many it took, one for each tensor.
     """
 
     leg: Leg
     rank: int
     members: tuple[int, ...]
     sent_bytes: tuple[int, ...]
+    collectives: int = 1
 
     @classmethod
-    def between(cls, group: ProcessGroup, leg: Leg, sent_bytes: Sequence[int]) -> "TrafficEntry":
+    def between(
+        cls, group: ProcessGroup, leg: Leg, sent_bytes: Sequence[int], *, collectives: int = 1
+    ) -> "TrafficEntry":
         """What this rank sends in `group`."""
         members = tuple(dist.get_process_group_ranks(group))
-        return cls(leg=leg, rank=group.rank(), members=members, sent_bytes=tuple(sent_bytes))
+        return cls(leg=leg, rank=group.rank(), members=members, sent_bytes=tuple(sent_bytes), collectives=collectives)
 
     @property
     def leaving_bytes(self) -> int:
@@ -75,15 +90,24 @@ class TrafficLedger:
 
     Attributes:
         entries: one per exchange that communicated.
+        host_syncs: how often the host waited for a device's numbers.
+        peak_buffer_bytes: the most that a dispatcher held at once to send and to receive, tokens and rows of the layer
+            itself not counted.
     """
 
     def __init__(self) -> None:
         self.entries: list[TrafficEntry] = []
+        self.host_syncs = 0
+        self.peak_buffer_bytes = 0
         self._is_open = True
 
     def leaving_bytes(self, leg: Leg | None = None) -> int:
         """Bytes to other ranks, of one leg or of all."""
-        return sum(entry.leaving_bytes for entry in self.entries if leg is None or entry.leg == leg)
+        return sum(entry.leaving_bytes for entry in self._of(leg))
+
+    def collectives(self, leg: Leg | None = None) -> int:
+        """Collectives of one leg or of all."""
+        return sum(entry.collectives for entry in self._of(leg))
 
     def bytes_by_link(self, topology: Topology, leg: Leg | None = None) -> dict[LinkClass, int]:
         """Bytes by what they travel over; `LinkClass.SELF` is what did not leave its rank.
@@ -92,13 +116,19 @@ class TrafficLedger:
             topology: of the world.
             leg: count this leg alone.
         """
+        # Of the thousands of exchanges of a step most are in the same few groups.
+        by_group: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        for entry in self._of(leg):
+            sent = by_group.get((entry.rank, entry.members))
+            by_group[entry.rank, entry.members] = list(map(add, sent, entry.sent_bytes) if sent else entry.sent_bytes)
         total = dict.fromkeys(LinkClass, 0)
-        for entry in self.entries:
-            if leg is not None and entry.leg != leg:
-                continue
-            for receiver, sent in zip(entry.members, entry.sent_bytes, strict=True):
-                total[topology.link(entry.members[entry.rank], receiver)] += sent
+        for (rank, members), sent in by_group.items():
+            for receiver, sent_bytes in zip(members, sent, strict=True):
+                total[topology.link(members[rank], receiver)] += sent_bytes
         return total
+
+    def _of(self, leg: Leg | None) -> list[TrafficEntry]:
+        return self.entries if leg is None else [entry for entry in self.entries if entry.leg == leg]
 
 
 _open_here: ContextVar[tuple[TrafficLedger, ...]] = ContextVar("moe_comm_open_ledgers", default=())
@@ -132,92 +162,31 @@ def note_traffic(entry: TrafficEntry, kept: tuple[TrafficLedger, ...] = ()) -> N
         entry: what this rank sends.
         kept: in backward, what `open_ledgers` said in the forward pass.
     """
-    for ledger in dict.fromkeys((*_open_here.get(), *kept)):
-        if ledger._is_open:
-            ledger.entries.append(entry)
+    for ledger in _listening(kept):
+        ledger.entries.append(entry)
 
 
-def rows_by_rank(ids_TK: Tensor, num_experts: int, world: int) -> tuple[int, ...]:
-    """Rows that an all-to-all with one row per (token, expert) sends to each of W ranks, for one rank's routing."""
-    chosen = ids_TK[ids_TK >= 0] // (num_experts // world)
-    return tuple(torch.bincount(chosen, minlength=world).tolist())
-
-
-def bytes_per_row(leg: Leg, hidden: int, dtype: torch.dtype) -> int:
-    """Bytes of one row: the features, and on the legs of dispatch its probability in the internal dtype."""
-    if leg == "metadata":
-        raise MoeCommError("metadata is not sent in rows; `metadata_bytes` tells its size")
-    features = hidden * dtype.itemsize
-    return features + internal_dtype(dtype).itemsize if leg in _WITH_PROBABILITIES else features
-
-
-def shared_rows(rows_by_sender: Sequence[Sequence[int]], place: int, etp: int) -> list[list[int]]:
-    """Rows that each of the `etp` ranks at one place of the expert-parallel axis sends to each on the leg `gather`.
+def note_host_sync(kept: tuple[TrafficLedger, ...] = ()) -> None:
+    """Enter that the host waits for numbers of the device; for dispatchers, on CPUs as well.
 
     Args:
-        rows_by_sender: `rows_by_rank` of every rank's routing, all `etp * W` of them in rank order (etp fastest). The
-            rows of a leg of `dispatch` are every etp-th of them, `rows_by_sender[shard::etp]`.
-        place: of the expert-parallel axis.
-        etp: ranks that share an expert.
+        kept: in backward, what `open_ledgers` said in the forward pass.
     """
-    return [[sum(rows[place] for rows in rows_by_sender[shard::etp])] * etp for shard in range(etp)]
+    for ledger in _listening(kept):
+        ledger.host_syncs += 1
 
 
-def alltoall_bytes(
-    leg: Leg, rank: int, rows_by_sender: Sequence[Sequence[int]], *, hidden: int, dtype: torch.dtype
-) -> tuple[int, ...]:
-    """Bytes that a rank sends to each rank of a group on one leg with one row per (token, expert).
+def note_buffer(held_bytes: int, kept: tuple[TrafficLedger, ...] = ()) -> None:
+    """Enter what a dispatcher holds at this moment to send and to receive; for dispatchers.
 
     Args:
-        leg: any but the metadata. Rows travel to their experts in `dispatch` and `gather` and, as gradients, in
-            `combine_backward` and `scatter_backward`, and return in the other four.
-        rank: place of the sender in the group.
-        rows_by_sender: `rows_by_rank` of every rank's routing; for the legs between the ranks that share experts,
-            `shared_rows`.
-        hidden: D.
-        dtype: of the rows.
+        held_bytes: of all exchanges that are under way at once.
+        kept: in backward, what `open_ledgers` said in the forward pass.
     """
-    rows = rows_by_sender[rank] if leg in _THERE else [row[rank] for row in rows_by_sender]
-    return tuple(count * bytes_per_row(leg, hidden, dtype) for count in rows)
+    for ledger in _listening(kept):
+        ledger.peak_buffer_bytes = max(ledger.peak_buffer_bytes, held_bytes)
 
 
-def metadata_bytes(num_experts: int, world: int) -> int:
-    """Bytes that the all-to-all dispatcher's plan sends to each rank: a count per expert there, and a health word.
-
-    `world` is the number of expert-parallel ranks; all `etp` ranks at a place get the same.
-    """
-    return (num_experts // world + 1) * METADATA_ITEM_BYTES
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpectedRows:
-    """Rows that leave a rank per token of it under uniform routing.
-
-    Attributes:
-        network: to other machines.
-        nvlink: to other ranks of the same machine.
-    """
-
-    network: float
-    nvlink: float
-
-    @property
-    def total(self) -> float:
-        """K (1 - 1/W)."""
-        return self.network + self.nvlink
-
-
-def expected_rows(top_k: int, *, world: int, ranks_per_node: int) -> ExpectedRows:
-    """K (1 - 1/N) rows over the network and K (L - 1)/W inside a machine, for N machines of L = W/N ranks.
-
-    It is what one row per (token, expert) costs on the way there; the way back and both backward legs cost the same.
-
-    Raises:
-        MoeCommError: machines do not divide the group.
-    """
-    if ranks_per_node < 1 or world % ranks_per_node:
-        raise MoeCommError(f"ranks_per_node = {ranks_per_node} does not divide the group of {world} ranks")
-    return ExpectedRows(
-        network=top_k * (1 - ranks_per_node / world),
-        nvlink=top_k * (ranks_per_node - 1) / world,
-    )
+def _listening(kept: tuple[TrafficLedger, ...]) -> list[TrafficLedger]:
+    """Each open ledger once."""
+    return [ledger for ledger in dict.fromkeys((*_open_here.get(), *kept)) if ledger._is_open]

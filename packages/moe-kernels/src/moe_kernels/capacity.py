@@ -26,16 +26,16 @@ class CapacityGroup:
     """Ranks whose tokens share one capacity, such as those of a microbatch.
 
     Attributes:
-        gather: [T, ..] of this rank to [A, ..] of all ranks, in the order of ranks. Every rank has equally many tokens,
-            padding included, and calls it equally often.
-        rank: of this rank among them.
-        token_T: int64, the place of each token of this rank among all A, by which `position` and ties go. Padding
-            tokens may have any.
+        whole: [T, ..] of this rank to [A, ..] of all ranks, in the order by which `position` and ties go, the same
+            whatever the ranks are. Collective: every rank calls it equally often.
+        own: undoes it.
+        num_tokens: token slots that the capacity is reckoned from, so that slots which were added to split the tokens
+            among these ranks do not raise it.
     """
 
-    gather: Callable[[Tensor], Tensor]
-    rank: int
-    token_T: Tensor
+    whole: Callable[[Tensor], Tensor]
+    own: Callable[[Tensor], Tensor]
+    num_tokens: int
 
 
 def expert_capacity(
@@ -52,7 +52,7 @@ def expert_capacity(
     Raises:
         MoeKernelsError: the config violates a rule, or limits nothing because its factor is None.
     """
-    _require(config)
+    (_require if torch.compiler.is_compiling() else _require_once)(config)
     if config.factor is None:
         raise MoeKernelsError("factor = None drops nothing, so that an expert has no capacity; set a number")
     # Exactly: in floats 1000 choices of 10 experts with a factor of 1.1 make 110.00000000000001, and so 111 places.
@@ -68,7 +68,7 @@ def drop_beyond_capacity(
     For arguments and errors see `kept_choices`.
     """
     if config.factor is None:
-        _require(config)
+        (_require if torch.compiler.is_compiling() else _require_once)(config)
         return routing
     return keep_choices(routing, kept_choices(routing, config, multiple=multiple, group=group))
 
@@ -98,22 +98,18 @@ def kept_choices(
     Raises:
         MoeKernelsError: the config violates a rule or limits nothing, or there is no group and the scope needs one.
     """
-    ids_AK, probs_AK, token_A = routing.ids_TK, routing.probs_TK.detach(), None
+    ids_AK, probs_AK, num_tokens = routing.ids_TK, routing.probs_TK.detach(), routing.ids_TK.shape[0]
+    shared = None
     if config.scope == "microbatch":
         if group is None:
             raise MoeKernelsError("scope = 'microbatch' needs the ranks that share a microbatch; pass their group")
-        ids_AK, probs_AK, token_A = (group.gather(x) for x in (ids_AK, probs_AK, group.token_T))
-    num_tokens, num_choices = ids_AK.shape
-    most = expert_capacity(num_tokens, num_choices, routing.num_experts, config, multiple=multiple)
-    if token_A is not None:
-        first_A = token_A.argsort(stable=True)
-        ids_AK, probs_AK = ids_AK[first_A], probs_AK[first_A]
+        shared, num_tokens = group, group.num_tokens
+        ids_AK = group.whole(ids_AK)
+        probs_AK = group.whole(probs_AK) if config.policy == "probability" else probs_AK
+    most = expert_capacity(num_tokens, ids_AK.shape[1], routing.num_experts, config, multiple=multiple)
     weight_N = probs_AK.reshape(-1) if config.policy == "probability" else None
     kept_AK = _first_of_each(ids_AK.reshape(-1), weight_N, routing.num_experts, most).view(ids_AK.shape)
-    if token_A is None or group is None:
-        return kept_AK
-    kept_AK = torch.empty_like(kept_AK).index_copy_(0, first_A, kept_AK)
-    return kept_AK.narrow(0, group.rank * routing.ids_TK.shape[0], routing.ids_TK.shape[0])
+    return kept_AK if shared is None else shared.own(kept_AK)
 
 
 def _first_of_each(ids_N: Tensor, weight_N: Tensor | None, num_experts: int, most: int) -> Tensor:
@@ -131,7 +127,10 @@ def _first_of_each(ids_N: Tensor, weight_N: Tensor | None, num_experts: int, mos
     return torch.empty_like(kept_N).scatter_(0, order_N, kept_N)
 
 
-@cache
 def _require(config: CapacityConfig) -> None:
     if problems := config.problems():
         raise MoeKernelsError(" ".join(f"{name} = {getattr(config, name)!r}: {rule}" for name, rule in problems))
+
+
+# Dynamo warns of a cache, which a trace has no use for.
+_require_once = cache(_require)

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, ClassVar, Literal
 
+GraphScope = Literal["attn", "moe_router", "moe_preprocess"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class KernelsConfig:
@@ -14,12 +16,18 @@ class KernelsConfig:
             the dtype and the device.
         implementation: of everything else that has a Triton kernel: `plain` composes PyTorch's operators, `triton` runs
             the kernels, `auto` takes these for CUDA tensors of at most float32 where Triton is installed.
+        graphs: what is captured in CUDA graphs and replayed: nothing (`none`), parts of each layer (`partial`), or the
+            forward and backward of a step (`full`). On a CPU the same buffers are used, and the functions run again.
+        graph_scopes: parts of a layer for `partial`: attention with its norms (`attn`), router and balance losses
+            (`moe_router`), plan of the dispatch (`moe_preprocess`). What follows each other is one graph.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     grouped_gemm: str = "auto"
     implementation: Literal["auto", "plain", "triton"] = "auto"
+    graphs: Literal["none", "partial", "full"] = "none"
+    graph_scopes: tuple[GraphScope, ...] = ("attn", "moe_router")
 
 
 @dataclass(frozen=True, kw_only=True)

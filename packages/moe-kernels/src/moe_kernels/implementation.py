@@ -7,7 +7,6 @@ The choice belongs to the process, as torch's deterministic mode does: layers do
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from importlib.util import find_spec
 from typing import Literal, get_args
 
@@ -74,9 +73,18 @@ def _computes_in(dtype: torch.dtype) -> bool:
     return dtype in TRITON_DTYPES or not dtype.is_floating_point
 
 
-@cache
 def triton_unavailable(device_type: str) -> str | None:
     """Why Triton kernels cannot run on a device; None if they can."""
+    if device_type not in _reasons:
+        _reasons[device_type] = _reason(device_type)
+    return _reasons[device_type]
+
+
+# By device type. A dictionary, as Dynamo warns of functions with a cache of their own (`functools.cache`).
+_reasons: dict[str, str | None] = {}
+
+
+def _reason(device_type: str) -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed (pip install 'moe-stack-kernels[triton]')"
     if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":

@@ -35,7 +35,10 @@ def _times(x_TD: Tensor, amount: float, random: TokenRandom, triton: bool) -> Te
     if triton:
         from moe_kernels.triton_kernels import jitter as kernels
 
-        y_TD: Tensor = kernels.jitter(x_TD, random.index_T, amount, random.key)
+        key = random.key
+        if isinstance(key, int):
+            key = random.index_T.new_full((), key)
+        y_TD: Tensor = kernels.jitter(x_TD, random.index_T, amount, key)
         return y_TD
     uniform_TD = random.uniform(x_TD.shape[1], internal_dtype(x_TD.dtype))
     return (x_TD * (1 + amount * (2 * uniform_TD - 1))).to(x_TD.dtype)

@@ -54,7 +54,7 @@ def global_balance_loss(
     scores_TE: Tensor,
     counts_E: Tensor,
     count_tokens: int | Tensor,
-    num_tokens: int,
+    num_tokens: int | Tensor,
     top_k: int,
     *,
     valid_T: Tensor | None = None,
@@ -67,7 +67,7 @@ def global_balance_loss(
         scores_TE: A, the full distribution of `scores`.
         counts_E: n, choices of each expert in a window that holds C valid tokens.
         count_tokens: C.
-        num_tokens: N, valid tokens of the whole step.
+        num_tokens: N, valid tokens of the whole step. A tensor gives the same bits, and a graph reads it anew.
         top_k: K.
         valid_T: bool, False for padding tokens.
 
@@ -75,20 +75,28 @@ def global_balance_loss(
         MoeKernelsError: a window or a step without tokens, or not as many counts as experts, or not as many validities
             as tokens.
     """
-    if num_tokens < 1 or (isinstance(count_tokens, int) and count_tokens < 1):
+    if any(isinstance(count, int) and count < 1 for count in (num_tokens, count_tokens)):
         raise MoeKernelsError(
             f"the global balance loss needs tokens in its window and in its step, got {count_tokens} and {num_tokens}"
         )
     _check_tokens(scores_TE, valid_T=valid_T)
     if counts_E.shape != scores_TE.shape[1:]:
         raise MoeKernelsError(f"{scores_TE.shape[1]} experts have as many counts, not {tuple(counts_E.shape)} of them")
+    factor = _share_of(scores_TE.shape[-1], top_k, num_tokens, scores_TE.dtype)
     if uses_triton(scores_TE):
-        slope_E = counts_E.to(scores_TE.dtype) * (scores_TE.shape[-1] / (top_k * num_tokens)) / count_tokens
+        slope_E = counts_E.to(scores_TE.dtype) * factor / count_tokens
         return _weighted_scores(scores_TE, slope_E, valid_T)
     load_T = scores_TE @ counts_E.to(scores_TE.dtype)
     if valid_T is not None:
         load_T = load_T.masked_fill(~valid_T, 0)
-    return load_T.sum() * (scores_TE.shape[-1] / (top_k * num_tokens)) / count_tokens
+    return load_T.sum() * factor / count_tokens
+
+
+def _share_of(num_experts: int, top_k: int, num_tokens: int | Tensor, dtype: torch.dtype) -> float | Tensor:
+    """E / (K N), rounded to the dtype once, as a product with a Python number rounds it."""
+    if isinstance(num_tokens, int):
+        return num_experts / (top_k * num_tokens)
+    return (num_experts / (top_k * num_tokens.to(torch.float64))).to(dtype)
 
 
 def plain_choices(scores_TE: Tensor, top_k: int) -> Tensor:
@@ -239,7 +247,9 @@ _z_loss: Callable[..., Tensor] = _ZLoss.apply
 class _InjectGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
-        ctx.scale = torch.as_tensor(scale, dtype=loss.dtype, device=loss.device).expand_as(loss)
+        # Filled and not copied from the host, which a capture in a CUDA graph refuses.
+        ctx.scale = scale.to(loss) if isinstance(scale, Tensor) else loss.new_full((), scale)
+        ctx.scale = ctx.scale.expand_as(loss)
         return x.view_as(x)
 
     @staticmethod

@@ -55,7 +55,7 @@ def _check_weight(x: Tensor, weight: Tensor) -> None:
 
 
 class RMSNorm(nn.Module):
-    """`rms_norm` with a weight of its own, which is uninitialised.
+    """`rms_norm` and `rms_norm_residual` with a weight of its own, which is uninitialised.
 
     Args:
         features: D.
@@ -75,8 +75,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(features, dtype=dtype, device=device))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """`rms_norm` of x, or with a residual `rms_norm_residual`, which also returns the sum."""
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps)
+        return rms_norm_residual(x, residual, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

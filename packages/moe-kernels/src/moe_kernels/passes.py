@@ -1,8 +1,9 @@
 """Pointwise mathematics in passes over a few rows at a time, so that temporaries stay in the cache of a CPU."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +33,20 @@ def at_most_passes(number: int) -> Iterator[None]:
 
 def row_slices(x: Tensor, dim: int = 0) -> Iterator[slice]:
     """Slices of x's dim that together cover it; a single one where launches cost more than memory (not on a CPU)."""
-    size, elements, most = x.shape[dim], x.numel(), _most_passes.get()
-    limit = _ELEMENTS * torch.get_num_threads()
-    step = size
-    if elements > limit and x.device.type == "cpu" and not torch.compiler.is_compiling():
-        step = max(limit * size // elements, 1 if most is None else -(-size // most))
+    size = step = x.shape[dim]
+    # First, as a trace can read neither threads nor the variable.
+    if not torch.compiler.is_compiling() and x.device.type == "cpu":
+        elements, limit = x.numel(), _ELEMENTS * torch.get_num_threads()
+        if elements > limit:
+            most = _most_passes.get()
+            step = max(limit * size // elements, 1 if most is None else -(-size // most))
     for start in range(0, size, max(step, 1)):
         yield slice(start, start + step)
+
+
+def write(target: Tensor, function: Callable[..., Tensor], *arguments: Tensor, **options: Any) -> None:
+    """`function(..., out=target)`, where target may be a part of a tensor: a trace takes no such part as `out`."""
+    if torch.compiler.is_compiling():
+        target.copy_(function(*arguments, **options))
+    else:
+        function(*arguments, out=target, **options)

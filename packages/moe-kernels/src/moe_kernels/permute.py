@@ -50,6 +50,18 @@ def unpermute(rows_RD: Tensor, map: RowMap) -> Tensor:  # noqa: A002
     return _unpermute(rows_RD, map)
 
 
+def unpermute_with_probs(rows_RD: Tensor, probs_R: Tensor, map: RowMap) -> tuple[Tensor, Tensor]:  # noqa: A002
+    """The transpose of `permute_with_probs`, and not differentiable: y_TD as `unpermute`, and probs_TK.
+
+    A choice without a row gets 0.
+    """
+    _require_rows(rows_RD, map.num_rows, "rows")
+    _require_rows(probs_R, map.num_rows, "rows")
+    y_TD, probs_TK = _tokens(rows_RD.detach(), probs_R.detach(), map, _fuses(rows_RD, probs_R))
+    assert probs_TK is not None
+    return y_TD, probs_TK
+
+
 def _require_rows(x: Tensor, rows: int, noun: str) -> None:
     if x.shape[0] != rows:
         raise MoeKernelsError(f"the map is of {rows} {noun}, the tensor has {x.shape[0]}")

@@ -16,7 +16,7 @@ from moe_kernels.config import YarnConfig
 from moe_kernels.dtypes import internal_dtype
 from moe_kernels.errors import MoeKernelsError
 from moe_kernels.implementation import uses_triton
-from moe_kernels.passes import row_slices
+from moe_kernels.passes import row_slices, write
 
 
 def rope_tables(
@@ -111,7 +111,8 @@ def _rotate(x_BSHD: Tensor, cos_BSF: Tensor, sin_BSF: Tensor, sign: float, trito
         x = x_BSHD[:, slots, :, :rotated].to(cos_BSF.dtype)
         cos, sin = cos_BSF[:, slots, None], sin_BSF[:, slots, None]
         # Swapping the halves is a roll; with the sign in the table no negated copy is needed.
-        torch.addcmul(x * cos, x.roll(rotated // 2, -1), sin, value=sign, out=y_BSHD[:, slots, :, :rotated])
+        rolled = x.roll(rotated // 2, -1)
+        write(y_BSHD[:, slots, :, :rotated], torch.addcmul, x * cos, rolled, sin, value=sign)
     if rotated < x_BSHD.shape[-1]:
         y_BSHD[..., rotated:] = x_BSHD[..., rotated:]
     return y_BSHD

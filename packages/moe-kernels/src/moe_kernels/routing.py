@@ -87,7 +87,7 @@ def route(
     """
     num_experts = logits_TE.shape[-1]
     # An int where a trace has symbols: the number of experts is the same in every call.
-    _require(config, int(num_experts))
+    (_require if torch.compiler.is_compiling() else _require_once)(config, int(num_experts))
     _check_shapes(logits_TE, config, bias_E, valid_T, ids_TK)
     if ids_TK is None and random is not None:
         ids_TK = _choose_in_training(logits_TE, config, bias_E, valid_T, random, reduce)
@@ -128,10 +128,13 @@ def scores(logits_TE: Tensor, score: Literal["softmax", "sigmoid"]) -> Tensor:
     return torch.softmax(logits_TE if score == "softmax" else F.logsigmoid(logits_TE), -1)
 
 
-@cache
 def _require(config: RouterConfig, num_experts: int) -> None:
     if problems := config.problems(num_experts):
         raise MoeKernelsError(" ".join(f"{name} = {getattr(config, name)!r}: {rule}" for name, rule in problems))
+
+
+# Dynamo warns of a cache, which a trace has no use for.
+_require_once = cache(_require)
 
 
 def _choose_in_training(

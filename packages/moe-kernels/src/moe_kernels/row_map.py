@@ -48,25 +48,42 @@ class RowMap:
         """Whether there may be padding rows."""
         return self.num_rows != self._num_placed
 
-    @cached_property
+    @property
     def token_R(self) -> Tensor:
         """int64, the token of each row; 0 for a padding row."""
+        # A trace cannot keep it, and takes no lock, which Python 3.11 has in a cached property.
+        return self._token_of_rows() if torch.compiler.is_compiling() else self._token_R
+
+    @cached_property
+    def _token_R(self) -> Tensor:
+        return self._token_of_rows()
+
+    def _token_of_rows(self) -> Tensor:
         choice_R = self.choice_R.clamp(min=0) if self.is_padded else self.choice_R
         return choice_R // max(self.num_choices, 1)
 
-    @cached_property
+    @property
     def bags(self) -> tuple[Tensor, Tensor] | None:
         """The rows of each token one after another [C], and where each token's begin [T], both int64.
 
         None where the host does not know C.
         """
+        return self._rows_of_tokens() if torch.compiler.is_compiling() else self._bags
+
+    @cached_property
+    def _bags(self) -> tuple[Tensor, Tensor] | None:
+        return self._rows_of_tokens()
+
+    def _rows_of_tokens(self) -> tuple[Tensor, Tensor] | None:
         if self._num_placed is None:
             return None
         if self._num_placed == self.row_TK.numel():
             return self.row_TK.view(-1), torch.arange(self.num_tokens, device=self.row_TK.device) * self.num_choices
         placed_TK = self.row_TK >= 0
         placed_T = placed_TK.sum(-1)
-        return self.row_TK[placed_TK], placed_T.cumsum(0) - placed_T
+        # Of a known size, which neither the host nor a fake tensor has to ask for.
+        place_C = torch.nonzero_static(placed_TK.view(-1), size=self._num_placed)[:, 0]
+        return self.row_TK.view(-1).index_select(0, place_C), placed_T.cumsum(0) - placed_T
 
 
 def row_map(

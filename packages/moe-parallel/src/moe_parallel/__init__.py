@@ -92,6 +92,7 @@ if TYPE_CHECKING:
         agree as agree,
         gather_json as gather_json,
         joined as joined,
+        machines as machines,
         together as together,
     )
 
@@ -134,6 +135,7 @@ _MODULE_OF = {
     "LinkClass": "topology",
     "local_box": "plan",
     "LocalAttention": "attention.local",
+    "machines": "world",
     "ModuleRule": "distribute",
     "MoeParallelError": "errors",
     "padded_slots": "context.balance",

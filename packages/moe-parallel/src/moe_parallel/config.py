@@ -34,6 +34,8 @@ class ParallelConfig:
         dynamic_cp_tokens: token slots that a rank has at most in a microbatch of training. With a number the ranks of
             `cp` and `dp` are grouped anew for every microbatch, many for long sequences and few for short ones, which
             share rows (dynamic context parallelism); none gives each sequence a row and its ranks of `cp`.
+        ranks_per_node: consecutive ranks on one machine, which dispatchers of two levels go by and metrics tell links
+            by; none asks the machines for their names.
         timeout_s: after so many seconds without its peers a rank gives up.
     """
 
@@ -51,6 +53,7 @@ class ParallelConfig:
     cp_kind: CpKind = "ring"
     cp_inner: int = 1
     dynamic_cp_tokens: int | None = None
+    ranks_per_node: int | None = None
     timeout_s: float = 600.0
 
     def problems(self) -> list[Problem]:
@@ -59,6 +62,9 @@ class ParallelConfig:
         if not 0 < self.timeout_s < float("inf"):
             rule = "a number of seconds is finite and above 0"
             found.append(Problem(key="parallel.timeout_s", value=self.timeout_s, rule=rule))
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            rule = "a machine has at least one rank"
+            found.append(Problem(key="parallel.ranks_per_node", value=self.ranks_per_node, rule=rule))
         if self.dynamic_cp_tokens is not None and self.dynamic_cp_tokens < 1:
             rule = "a rank has room for at least one token"
             found.append(Problem(key="parallel.dynamic_cp_tokens", value=self.dynamic_cp_tokens, rule=rule))

@@ -18,7 +18,9 @@ def context_axis(ranks: int) -> str:
 class Groups(Protocol):
     """Where this rank stands on every axis (`tp cp dp pp ep etp edp`), and with whom it communicates there.
 
-    Several axes of one view (`"cp", "dp"`, in any order) name the group that spans them; `world` is every rank.
+    Several axes of one view (`"cp", "dp"`, in any order) name the group that spans them; `world` is every rank. `cp`
+    and `ep` may be cut in two, for communication in two levels: `ep_inner` are the neighbours of a rank, `ep_outer` are
+    those at its place in every neighbourhood.
     """
 
     def size(self, *axes: str) -> int:

@@ -17,13 +17,14 @@ from moe_parallel.sharding import SHARED_AXES
 # process group. The rows do not share: on NCCL a group is one queue, and a gradient reduction that runs under the
 # backward must not hold up the tokens that the next layer waits for.
 ACTIVATION_AXES = (("tp",), ("cp",), ("tp", "cp"), ("pp",), ("ep",), ("etp",), ("etp", "ep"))
-GRADIENT_AXES = (("dp",), ("cp", "dp"), ("tp", "cp", "dp"), ("edp",))
+GRADIENT_AXES = (("dp",), ("cp", "dp"), ("tp", "cp", "dp"), ("edp",), ("etp", "edp"))
 
 # Of a pipeline the messages back, which must not wait behind those there.
 BACK_AXES = ("pp_back",)
 
-# The two axes into which hierarchical attention cuts `cp`, the first varying faster.
-CONTEXT_AXES = ("cp_inner", "cp_outer")
+# An axis may be cut in two: `inner` has runs of consecutive places, such as the ranks of one node (a node group), and
+# `outer` the same place of every run (a rail group). The inner varies faster. By axis: the two, in this order.
+CUT_AXES = {"cp": ("cp_inner", "cp_outer"), "ep": ("ep_inner", "ep_outer")}
 
 
 class FoldedMesh:
@@ -40,6 +41,8 @@ class FoldedMesh:
         context_sizes: for dynamic context parallelism, divisors of cp * dp: for each of them an axis
             `context_axis(size)` of so many consecutive ranks of `cp` and `dp`, alone and with `tp`.
         cp_inner: consecutive ranks of `cp` that are on the axis `cp_inner`; `cp_outer` has the others. A divisor of cp.
+        ep_inner: the same of `ep`, which `ep_inner` and `ep_outer` cut. With etp > 1 consecutive places of `ep` are etp
+            ranks apart: a node of L ranks has L / etp of them (`Topology.run_on_node` counts them).
         shared: further axes (`SHARED_AXES`), each of some ranks of `pp`, by their places there.
 
     Raises:
@@ -54,11 +57,15 @@ class FoldedMesh:
         timeout_s: float,
         context_sizes: Sequence[int] = (),
         cp_inner: int = 1,
+        ep_inner: int = 1,
         shared: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         layout.check()
-        if cp_inner < 1 or layout.cp % cp_inner:
-            raise MoeParallelError(f"cp_inner = {cp_inner} does not divide cp = {layout.cp}")
+        self.cp_inner, self.ep_inner = cp_inner, ep_inner
+        self._inner_size = {"cp": cp_inner, "ep": ep_inner}
+        for axis, inner in self._inner_size.items():
+            if inner < 1 or layout.size(axis) % inner:
+                raise MoeParallelError(f"{axis}_inner = {inner} does not divide {axis} = {layout.size(axis)}")
         for size in context_sizes:
             if size < 1 or layout.cp * layout.dp % size:
                 raise MoeParallelError(
@@ -78,15 +85,15 @@ class FoldedMesh:
             )
         self.layout = layout
         self.timeout_s = timeout_s
-        self.cp_inner = cp_inner
         self._context_size = {context_axis(size): size for size in context_sizes}
         self._shared = dict(shared or {})
         self._rank = dist.get_rank()
         self._members_of: dict[tuple[str, ...], tuple[int, ...]] = {}
         self._groups: dict[frozenset[str], ProcessGroup] = {}
-        context_axes: list[tuple[str, ...]] = [(axis,) for axis in CONTEXT_AXES] if cp_inner > 1 else []
-        context_axes += [axes for axis in self._context_size for axes in ((axis,), ("tp", axis))]
-        for row in ((*ACTIVATION_AXES, *context_axes), GRADIENT_AXES, (BACK_AXES,)):
+        further_axes: list[tuple[str, ...]] = []
+        further_axes += [(part,) for axis, inner in self._inner_size.items() if inner > 1 for part in CUT_AXES[axis]]
+        further_axes += [axes for axis in self._context_size for axes in ((axis,), ("tp", axis))]
+        for row in ((*ACTIVATION_AXES, *further_axes), GRADIENT_AXES, (BACK_AXES,)):
             self._groups |= self._make(row)
         for axis in self._shared:
             # Also who is alone on it makes a group, since all must have made as many before the next.
@@ -105,8 +112,9 @@ class FoldedMesh:
             return None
         if axes == ("world",):
             return dist.group.WORLD
-        if axes == ("cp_outer",) and self.cp_inner == 1:
-            axes = ("cp",)
+        for axis, (_, outer) in CUT_AXES.items():
+            if axes == (outer,) and self._inner_size[axis] == 1:
+                axes = (axis,)
         # Of `cp` and `cp * dp`, which span the same ranks where dp is 1, each has its own: they are from both rows.
         group = self._groups.get(frozenset(axes)) or self._groups.get(self._wide(axes))
         if group is None:
@@ -139,13 +147,12 @@ class FoldedMesh:
             ranks = self.layout.group_of(self._rank, "pp")
             members = tuple(ranks[place] for place in sorted(set(self._shared.get(axes[0], ()))))
             return members if self._rank in members else (self._rank,)
-        if axes[0] not in CONTEXT_AXES:
-            return None
-        ranks = self.layout.group_of(self._rank, "cp")
-        outer, inner = divmod(ranks.index(self._rank), self.cp_inner)
-        if axes[0] == "cp_outer":
-            return ranks[inner :: self.cp_inner]
-        return ranks[outer * self.cp_inner : (outer + 1) * self.cp_inner]
+        for axis, parts in CUT_AXES.items():
+            if axes[0] in parts:
+                ranks, size = self.layout.group_of(self._rank, axis), self._inner_size[axis]
+                run, place = divmod(ranks.index(self._rank), size)
+                return ranks[run * size : (run + 1) * size] if axes[0] == parts[0] else ranks[place::size]
+        return None
 
     def _wide(self, axes: tuple[str, ...]) -> frozenset[str]:
         return frozenset(axis for axis in axes if self.size(axis) > 1)

@@ -1,8 +1,10 @@
 """`Topology`: which ranks share a machine or an NVLink domain. Pure data; torch is not imported."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 
 from moe_parallel.errors import MoeParallelError
 
@@ -78,3 +80,14 @@ class Topology:
     def on_node(self, ranks: Sequence[int], rank: int) -> tuple[int, ...]:
         """Those of `ranks` on the machine of `rank`, itself included if it is among them."""
         return tuple(other for other in ranks if self.node_of[other] == self.node_of[rank])
+
+    def run_on_node(self, ranks: Sequence[int]) -> int:
+        """How many consecutive members of a group share a machine, in the same way all through the group.
+
+        It is the largest L for which every run of L members, cut from the first on, is on one machine: the greatest
+        common divisor of the lengths of all stretches on one machine, so 1 where they are irregular.
+
+        Args:
+            ranks: the members in the order of the group.
+        """
+        return math.gcd(*(len(list(stretch)) for _, stretch in groupby(self.node_of[rank] for rank in ranks)))

@@ -6,6 +6,7 @@ A launcher such as torchrun tells a process its place in environment variables (
 
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from moe_parallel.collectives import CollectiveError, all_gather
 from moe_parallel.errors import MoeParallelError
+from moe_parallel.topology import Topology
 
 # How long a failing rank waits for what the others have to say about it. It holds its connections meanwhile, so that
 # those who wait for it learn that something is wrong so much later.
@@ -164,6 +166,15 @@ def gather_json(value: Any) -> list[Any]:
     padded[: text.numel()] = text
     rows = all_gather(padded, world).wait().view(len(sizes), -1)
     return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def machines(*, nvlink: bool = False) -> Topology:
+    """Which ranks share a machine, as the names of their machines say. Collective.
+
+    Args:
+        nvlink: the ranks of a machine are one NVLink domain.
+    """
+    return Topology.from_hosts(gather_json(socket.gethostname()), nvlink=nvlink)
 
 
 class RankError(MoeParallelError):

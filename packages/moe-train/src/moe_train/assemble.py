@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from moe_comm import Sizing
 from moe_comm.registry import build_dispatcher
 from moe_kernels import internal_dtype
 from moe_kernels.cross_entropy import cross_entropy
@@ -26,6 +27,7 @@ from moe_parallel import (
     LocalAttention,
     ParallelConfig,
     Place,
+    Topology,
     apply_plan,
     context_attention,
     vocabulary_cross_entropy,
@@ -36,6 +38,7 @@ from moe_parallel.pipeline.layout import PipelineLayout
 from moe_parallel.pipeline.schedules.table import Schedule
 from moe_parallel.plan import part_of
 from moe_train.allocator import keep_freed_memory
+from moe_train.config.checks import topology_of
 from moe_train.config.tree import TrainConfig
 from moe_train.data.corpus import load_documents
 from moe_train.data.cuts import cut
@@ -46,10 +49,12 @@ from moe_train.data.source import SequenceSource, TokenSource
 from moe_train.data.tokenizer import ByteTokenizer
 from moe_train.data.tokens import TokenSplit
 from moe_train.errors import MoeTrainError
+from moe_train.graphs import StepGraphs
 from moe_train.models.flops import ModelCosts
 from moe_train.models.spec import CausalModel, CrossEntropy, ModelParts
 from moe_train.models.stages import schedule_of
 from moe_train.plugins import MODELS
+from moe_train.rows import dispatcher_config, sizing_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +80,17 @@ class Training:
 
     Attributes:
         groups: where this rank stands and with whom it communicates.
+        topology: which ranks share a machine.
         stages: of the pipeline.
         schedule: in which order a rank of it works.
         router_names: of all layers with a router, in the order of their statistics.
         share: which sequences of a batch this rank works on where each has a row of its own.
+        sizing: of the rows that experts get in training.
         cut: which sequences of a training step it works on, in which microbatches.
         tokens: which tokens of them.
         model: its parameters belong to the engine.
         engine: gradients in, weights out.
+        graphs: of the layers; None where nothing is captured.
         dtype: internal dtype, of losses and weights of losses.
         costs: parameter counts and FLOPs of the model.
     """
@@ -90,25 +98,34 @@ class Training:
     config: TrainConfig
     device: torch.device
     groups: Groups
+    topology: Topology
     stages: PipelineLayout
     schedule: Schedule
     router_names: tuple[str, ...]
     share: Share
+    sizing: Sizing
     cut: StepCut
     tokens: TokenSplit
     data: Data
     model: CausalModel
     cross_entropy: CrossEntropy
     engine: DataParallelEngine
+    graphs: StepGraphs | None
     dtype: torch.dtype
     costs: ModelCosts
 
 
-def assemble(config: TrainConfig, groups: Groups | None = None, data: Data | None = None) -> Training:
+def assemble(
+    config: TrainConfig,
+    groups: Groups | None = None,
+    data: Data | None = None,
+    *,
+    topology: Topology | None = None,
+) -> Training:
     """Build a training from a validated configuration.
 
     Collective: every rank assembles the same configuration. `groups` is by default a world of one process; `data` is
-    loaded unless it is given.
+    loaded unless it is given; `topology` is what the configuration says of it (`topology_of`).
 
     Sets torch's thread count and deterministic mode for the process, as `train.threads` and `train.deterministic` say,
     which implementation computes (`kernels.implementation`), and on a CPU the allocator.
@@ -132,9 +149,11 @@ def assemble(config: TrainConfig, groups: Groups | None = None, data: Data | Non
     data = load_data(config) if data is None else data
 
     family = MODELS.get_available(config.model.kind)
+    sizing = sizing_of(config, groups)
     parts = ModelParts(
         attention=attention_core(config.parallel, groups),
-        dispatcher=build_dispatcher(config.comm, groups, config.model.num_experts),
+        dispatcher=build_dispatcher(dispatcher_config(config, groups, dtype), groups, config.model.num_experts),
+        sizing=sizing,
         grouped_gemm=select_grouped_gemm(config.kernels.grouped_gemm, dtype, device.type),
         activations=activation_policy(config.memory.recompute),
         cross_entropy=target_losses(groups, data.tokenizer.vocab_size),
@@ -151,36 +170,50 @@ def assemble(config: TrainConfig, groups: Groups | None = None, data: Data | Non
     check_patterns(family.internal_parameters, specs)
     here = [name for name, _ in model.named_parameters()]
     keep_internal = [p for p in family.internal_parameters if any(fnmatchcase(name, p) for name in here)]
-    engine = build_engine(config.memory, config.optim, groups, compute_dtype=dtype, keep_internal=keep_internal)
+    check_patterns([group.pattern for group in config.optim.groups], specs, "in optim.groups")
+    engine = build_engine(
+        config.memory,
+        config.optim,
+        groups,
+        compute_dtype=dtype,
+        keep_internal=keep_internal,
+        seed=config.train.seed,
+    )
     share = Share(rank=groups.rank("dp"), ranks=groups.size("dp"), unit=config.train.balance_sequences)
     costs = family.costs(config.model, data.tokenizer.vocab_size)
+    wrapped = engine.wrap(model, {name: specs[name] for name in here})
     return Training(
         config=config,
         device=device,
         groups=groups,
+        topology=topology_of(config, groups.size("world")) if topology is None else topology,
         stages=stages,
         schedule=schedule_of(config.parallel),
         router_names=router_names,
         share=share,
+        sizing=sizing,
         cut=step_cut(config, groups, share, costs.sequence_work()),
         tokens=TokenSplit(groups),
         data=data,
         cross_entropy=parts.cross_entropy,
-        model=cast(CausalModel, engine.wrap(model, {name: specs[name] for name in here})),
+        model=cast(CausalModel, wrapped),
         engine=engine,
+        graphs=None if config.kernels.graphs == "none" else StepGraphs(wrapped, config.kernels.graph_scopes),
         dtype=internal_dtype(dtype),
         costs=costs,
     )
 
 
-def check_patterns(patterns: Sequence[str], names: Iterable[str]) -> None:
+def check_patterns(
+    patterns: Sequence[str], names: Iterable[str], place: str = "of parameters in the internal dtype"
+) -> None:
     """Raises:
-    MoeTrainError: a pattern of the family that no parameter of the whole model has.
+    MoeTrainError: a pattern that no parameter of the whole model has; the message says its place.
     """
     names = list(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise MoeTrainError(f"the pattern {pattern!r} of parameters in the internal dtype matches no parameter")
+            raise MoeTrainError(f"the pattern {pattern!r} {place} matches no parameter")
 
 
 def attention_core(parallel: ParallelConfig, groups: Groups) -> AttentionCore:

@@ -84,7 +84,7 @@ def microbatch_logits(training: Training, batch: Batch) -> tuple[Batch, Tensor |
 def _here(training: Training, microbatch: Microbatch) -> tuple[Batch, TokenPart, Batch]:
     """This rank's tokens of a microbatch, which part they are, and the whole rows."""
     whole = training.tokens.padded(microbatch.batch, microbatch.axis).to(training.device)
-    part = training.tokens.of(whole, microbatch.axis)
+    part = training.tokens.of(whole, microbatch.axis, slots=microbatch.batch.token_BS.shape[1])
     return whole.each(part.rows), part, whole
 
 
@@ -102,7 +102,7 @@ def _chunk(
         here, part, whole = _here(training, microbatches[index])
         scale = weights(index, whole)
         scale = None if scale is None else scale.of(part)
-        context = training.model.context(here.sequence_info(part.context), scale)
+        context = training.model.context(part.info(here), scale)
         # Not the context itself, whose tables would live as long.
         found.statistics[index], found.losses[index] = context.statistics, context.losses
         microbatch = _Microbatch(batch=here, scale=scale, model=context)

@@ -11,7 +11,7 @@ import torch
 
 from moe_kernels.replay import RouterReplay
 from moe_memory.measure import PeakMemory
-from moe_parallel import Groups, together
+from moe_parallel import Groups, Topology, together
 from moe_train.assemble import Training, assemble
 from moe_train.choices import StepChoices, load_choices, save_choices
 from moe_train.config.tree import TrainConfig
@@ -35,7 +35,14 @@ LARGEST_SKIP_RUN = 10
 SAMPLE_TEMPERATURE = 0.8
 
 
-def train(config: TrainConfig, run: RunDirectory, *, resume: bool, groups: Groups | None = None) -> None:
+def train(
+    config: TrainConfig,
+    run: RunDirectory,
+    *,
+    resume: bool,
+    groups: Groups | None = None,
+    topology: Topology | None = None,
+) -> None:
     """Train as configured and leave metrics, checkpoints, a summary and a report in the run directory.
 
     Collective: every rank trains, the first one writes what is not a checkpoint.
@@ -46,7 +53,7 @@ def train(config: TrainConfig, run: RunDirectory, *, resume: bool, groups: Group
     Raises:
         MoeTrainError: the checkpoint does not fit, or too many steps in a row had a non-finite loss or gradient norm.
     """
-    training = assemble(config, groups)
+    training = assemble(config, groups, topology=topology)
     progress = restore(training, run) if resume else Progress.start(training)
     first = training.groups.rank("world") == 0
     sinks: list[MetricSink] = []
@@ -186,6 +193,7 @@ def _record(
         work_balance=tokens.work_balance,
         memory_peak_bytes=peak_bytes,
         eta_seconds=eta_seconds,
+        comm=result.traffic,
     )
 
 

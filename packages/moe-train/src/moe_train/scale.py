@@ -36,7 +36,7 @@ class LoadWindow:
     """
 
     counts_LE: Tensor
-    num_tokens: int
+    num_tokens: int | Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +76,24 @@ class RoutingScale:
     balance_weight_M: Tensor
     segment_T: Tensor
     segment_weight_G: Tensor
-    num_tokens: int
+    num_tokens: int | Tensor
     window: LoadWindow | None
     choices: MicrobatchChoices | None
     random: TokenRandom
     reduce: Callable[[Tensor], Tensor] | None = None
+
+    def with_tensors(self) -> "RoutingScale":
+        """The same, with tensors of one number for what changes from step to step: a graph reads these anew."""
+
+        def number(value: int | Tensor) -> Tensor:
+            if isinstance(value, Tensor):
+                return value
+            # Filled and not copied from the host, for which a device would be waited for.
+            return torch.full((), value, dtype=torch.int64, device=self.valid_T.device)
+
+        window = None if self.window is None else replace(self.window, num_tokens=number(self.window.num_tokens))
+        random = replace(self.random, step=number(self.random.step))
+        return replace(self, num_tokens=number(self.num_tokens), window=window, random=random)
 
 
 @dataclass(frozen=True, kw_only=True)

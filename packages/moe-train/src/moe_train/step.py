@@ -4,6 +4,7 @@ Shape legend: L layers, E experts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from math import isfinite
@@ -11,6 +12,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from moe_comm import record_traffic, refuse_overflow
 from moe_memory.data_parallel.norm import clip_factor
 from moe_memory.optim.schedule import learning_rate
 from moe_parallel import reduce_norm_parts
@@ -20,8 +22,11 @@ from moe_train.choices import StepChoices
 from moe_train.chunks import build_chunks, messages_of
 from moe_train.data.batch import Batch
 from moe_train.data.microbatches import Microbatch
+from moe_train.graphs import readable
 from moe_train.models.statistics import RouterStatistics
+from moe_train.observe.record import StepTraffic
 from moe_train.scale import LoadWindow, MicrobatchScale, StepScale, most_segments
+from moe_train.traffic import traffic_here, traffic_of_all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +41,7 @@ class StepResult:
         scale: the counts of the step.
         statistics: of all layers with a router, summed over the microbatches.
         losses: further terms of the loss by name, without coefficient.
+        traffic: of all dispatchers on all ranks.
     """
 
     loss: float
@@ -45,6 +51,7 @@ class StepResult:
     scale: StepScale
     statistics: RouterStatistics
     losses: Mapping[str, float]
+    traffic: StepTraffic
 
 
 def forward_backward(
@@ -66,7 +73,7 @@ def forward_backward(
     def weights(index: int, whole: Batch) -> MicrobatchScale:
         batch = microbatches[index].batch
         repeated = None if choices is None else choices.of(batch)
-        return scale.microbatch(
+        found = scale.microbatch(
             whole,
             training.dtype,
             window,
@@ -75,12 +82,19 @@ def forward_backward(
             seed=training.config.train.seed,
             step=updates,
         )
+        return readable(found) if is_graphed else found
 
     chunks = build_chunks(training, microbatches, weights)
     schedule, groups = training.schedule, training.groups
     vpp = training.stages.vpp
     actions = schedule.order(groups.size("pp"), groups.rank("pp"), len(microbatches), vpp)
-    run_actions(actions, [chunk.passes for chunk in chunks], training.engine.grads_ready, messages_of(training))
+    graphs: AbstractContextManager[bool]
+    graphs = nullcontext(False) if training.graphs is None else training.graphs.step(microbatches, window)
+    with graphs as is_graphed:
+        if is_graphed:
+            # Graphs read them without calling their modules.
+            training.engine.synchronize()
+        run_actions(actions, [chunk.passes for chunk in chunks], training.engine.grads_ready, messages_of(training))
     training.engine.finish()
     statistics = RouterStatistics.nothing(
         len(training.router_names), training.config.model.num_experts, training.dtype, training.device
@@ -112,6 +126,10 @@ def run_step(
 
     The host reads the loss and the norm, once each.
 
+    Raises:
+        MoeCommError: more choices than `comm.rank_capacity_factor` has rows for, unless they are to be dropped; on all
+            ranks, before the update.
+
     Args:
         updates: updates so far; drives the learning-rate schedule, so that a skipped step delays it, and is part of
             the key of what tokens draw.
@@ -131,10 +149,12 @@ def run_step(
         depths=training.model.depths,
     )
     scale = here.over(training.groups)
-    losses_here, statistics_here = forward_backward(training, microbatches, scale, window, choices, updates=updates)
+    with record_traffic() as ledger:
+        losses_here, statistics_here = forward_backward(training, microbatches, scale, window, choices, updates=updates)
     if inspect is not None:
         inspect()
     statistics, sums = statistics_here.summed(torch.stack(list(losses_here.values())), training.groups)
+    refuse_overflow(int(statistics.overflow.sum()), training.sizing)
     norm = reduce_norm_parts(training.engine.norm_parts(2.0), 2.0, training.groups)
     rate = learning_rate(config.optim, updates, config.train.steps)
     losses = dict(zip(losses_here, sums.tolist(), strict=True))
@@ -155,4 +175,5 @@ def run_step(
         scale=scale,
         statistics=statistics,
         losses=losses,
+        traffic=traffic_of_all(traffic_here(ledger, training.topology), training.groups),
     )

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import torch
 
+from moe_comm import EXACT
 from moe_comm.local import LocalDispatcher
 from moe_kernels.grouped_gemm import select_grouped_gemm
 from moe_memory.recompute import activation_policy
@@ -82,6 +83,7 @@ def small_model(config: DecoderConfig, vocab_size: int, dtype: torch.dtype, reco
     parts = ModelParts(
         attention=LocalAttention(),
         dispatcher=LocalDispatcher(config.num_experts),
+        sizing=EXACT,
         grouped_gemm=select_grouped_gemm("auto", dtype, "cpu"),
         activations=activation_policy("full" if recompute == "full" else "none"),
         cross_entropy=assemble.target_losses(AxisGroups(), vocab_size),

@@ -127,13 +127,15 @@ def cases(config: TrainConfig, world: int) -> list[Case]:
     Raises:
         MoeTrainError: there is none.
     """
+    _check_layouts_can_agree(config)
+    fixed = _competing_sequences(config)
     found: list[Case] = []
     places: Counter[tuple[int, int, int]] = Counter()
     for layout in legal_layouts(world):
         if layout.problems(num_experts=config.model.num_experts):
             continue
         ways = list(_ways(config, layout))
-        if not ways:
+        if not ways or (fixed is not None and config.train.global_batch_sequences % (fixed * layout.dp)):
             continue
         dense = layout.tp, layout.cp, layout.pp
         place = places[dense]
@@ -144,7 +146,7 @@ def cases(config: TrainConfig, world: int) -> list[Case]:
         whole = -(-share // config.train.balance_sequences)
         # In turn: all in one forward, half of it, a single balance microbatch.
         units = (whole, -(-whole // 2), 1)[len(found) % 3]
-        microbatch = units * config.train.balance_sequences
+        microbatch = fixed or units * config.train.balance_sequences
         found.append(Case(world=world, parallel=parallel, engine=engine, microbatch_sequences=microbatch))
     if not found:
         raise MoeTrainError(f"no layout of {world} ranks is legal for this model")
@@ -199,13 +201,17 @@ def verify(
     """Run one process and then each case in forked processes over gloo, and yield how far they are apart.
 
     Raises:
-        MoeTrainError: a run did not train, so that nothing can be said.
+        MoeTrainError: a run did not train, so that nothing can be said; or the configuration makes the loss depend on
+            the layout.
     """
+    _check_layouts_can_agree(config)
     config = _in_float64(config)
     data = load_data(config) if data is None else data
-    alone = Case(
-        world=1, parallel=ParallelConfig(), engine="zero1", microbatch_sequences=config.train.global_batch_sequences
-    )
+    fixed = _competing_sequences(config)
+    for case in chosen:
+        _check_same_microbatches(config, case, fixed)
+    whole = config.train.global_batch_sequences
+    alone = Case(world=1, parallel=ParallelConfig(), engine="zero1", microbatch_sequences=fixed or whole)
     reference = _run(config, alone, data, steps, timeout_s)
     for case in chosen:
         found = _run(config, case, data, steps, timeout_s)
@@ -227,12 +233,52 @@ class _Run:
     state: dict[str, npt.NDArray[np.float64]]
 
 
+def _check_layouts_can_agree(config: TrainConfig) -> None:
+    capacity = config.model.capacity
+    if capacity.factor is not None and capacity.scope == "rank":
+        raise MoeTrainError(
+            f"model.capacity.factor = {capacity.factor} limits the choices of each rank's tokens (scope = 'rank'), so "
+            "that what is dropped, and with it the loss, depends on the layout; set model.capacity.scope = "
+            "'microbatch', or leave the factor out"
+        )
+    if capacity.factor is not None and config.parallel.dynamic_cp_tokens is not None:
+        raise MoeTrainError(
+            "parallel.dynamic_cp_tokens makes other microbatches in every world, and with model.capacity.factor = "
+            f"{capacity.factor} the sequences of a microbatch compete for the places of experts; leave one of them out"
+        )
+
+
+def _competing_sequences(config: TrainConfig) -> int | None:
+    """Sequences of a microbatch where all cases must have the same, because these compete; None where none do."""
+    return None if config.model.capacity.factor is None else config.train.microbatch_sequences
+
+
+def _check_same_microbatches(config: TrainConfig, case: Case, fixed: int | None) -> None:
+    whole, here = config.train.global_batch_sequences, case.microbatch_sequences
+    if fixed is not None and (here != fixed or whole % (fixed * case.layout.dp)):
+        raise MoeTrainError(
+            f"{case}: with model.capacity.factor the sequences of a microbatch compete, so that every case must have "
+            f"whole ones of train.microbatch_sequences = {fixed}; {case.layout.dp} ranks of dp share {whole} sequences "
+            f"in microbatches of {here}"
+        )
+
+
 def _in_float64(config: TrainConfig) -> TrainConfig:
     return replace(
         config,
         memory=replace(config.memory, compute_dtype="float64"),
         kernels=replace(config.kernels, grouped_gemm="loop", implementation="plain"),
-        optim=replace(config.optim, lr=min(config.optim.lr, _LARGEST_LR), eps=1e-8),
+        optim=replace(
+            config.optim,
+            lr=min(config.optim.lr, _LARGEST_LR),
+            eps=1e-8,
+            # Float64 here: fewer bits would turn rounding into differences.
+            master_dtype="float32",
+            gradient_dtype="float32",
+            exp_avg_dtype="float32",
+            exp_avg_sq_dtype="float32",
+            muon=replace(config.optim.muon, dtype="float32"),
+        ),
         train=replace(config.train, threads=1, device="cpu"),
     )
 

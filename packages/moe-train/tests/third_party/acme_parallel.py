@@ -28,7 +28,7 @@ class ParallelBlock(nn.Module):
 
     def forward(self, replay, x_TD, info, rope, scale):
         h_TD = self.norm(x_TD)
-        y_TD, statistics = self.moe(h_TD, info.valid_BS.flatten(), scale, replay)
+        y_TD, statistics = self.moe(h_TD, info.valid_BS.flatten(), scale, replay, info)
         return x_TD + self.attention(h_TD, info, rope) + y_TD, statistics
 
 

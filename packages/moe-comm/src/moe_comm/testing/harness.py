@@ -41,18 +41,21 @@ class Harness:
     plugin: ClassVar[DispatcherPlugin[Any]]
     config: ClassVar[Any]
     worlds: ClassVar[tuple[World, ...]] = (1, 2, 3, 4)
+    large_worlds: ClassVar[tuple[World, ...]] = ()
     roundings: ClassVar[int] = 1
+    nodes: ClassVar[int] = 1
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """Run every test that takes `world` once per world."""
         if "world" in metafunc.fixturenames:
-            metafunc.parametrize("world", self.worlds, ids=str)
+            more = self.large_worlds if metafunc.function.__name__ == "test_random_cases" else ()
+            metafunc.parametrize("world", (*self.worlds, *more), ids=str)
 
     def on_cases(self, cases: list[Case], on_rank: Callable[[Case, int, TokenDispatcher[Any]], T]) -> list[list[T]]:
         """Run `on_rank(case, rank, dispatcher)` on every rank for every case; results by case, then by rank."""
 
         def run(rank: int, groups: AxisGroups) -> list[T]:
-            inner = split_groups(rank, groups, cases[0].etp)
+            inner = split_groups(rank, groups, cases[0].etp, self.nodes)
             return [on_rank(case, rank, self.build(inner, case.num_experts)) for case in cases]
 
         with poisoned_memory():
@@ -68,7 +71,7 @@ class Harness:
         etp, ep = block(world)
 
         def run(rank: int, groups: AxisGroups) -> Capabilities:
-            return self.build(split_groups(rank, groups, etp), 3 * ep).capabilities
+            return self.build(split_groups(rank, groups, etp, self.nodes), 3 * ep).capabilities
 
         return run_threads(etp * ep, run)[0]
 
@@ -95,10 +98,10 @@ class Harness:
         return sorted(self.capabilities(self.worlds[0]).dtypes, key=str)
 
 
-def split_groups(rank: int, groups: AxisGroups, etp: int) -> AxisGroups:
-    """The ranks of a threaded world as a block of `etp` times the rest, etp fastest."""
+def split_groups(rank: int, groups: AxisGroups, etp: int, nodes: int = 1) -> AxisGroups:
+    """The ranks of a threaded world as a block of `etp` times the rest, etp fastest, the rest over so many nodes."""
     world = groups.group("world")
-    if world is None or etp == 1:
+    if world is None:
         return groups
 
     def group_of(members: list[range]) -> ProcessGroup:
@@ -107,9 +110,22 @@ def split_groups(rank: int, groups: AxisGroups, etp: int) -> AxisGroups:
         return next(group for ranks, group in zip(members, made, strict=True) if rank in ranks)
 
     size = world.size()
-    sharers = group_of([range(first, first + etp) for first in range(0, size, etp)])
-    places = group_of([range(shard, size, etp) for shard in range(etp)])
-    return AxisGroups({"etp": sharers, "ep": places, ("etp", "ep"): world, "world": world})
+    axes: dict[str | tuple[str, ...], ProcessGroup] = {"world": world, ("etp", "ep"): world, "ep": world}
+    if etp > 1:
+        axes["etp"] = group_of([range(first, first + etp) for first in range(0, size, etp)])
+        axes["ep"] = group_of([range(shard, size, etp) for shard in range(etp)])
+    if nodes == 1:
+        axes["ep_inner"] = axes["ep"]
+    else:
+        per_node = size // nodes
+        inner = [
+            range(first, first + per_node, etp)
+            for node in range(0, size, per_node)
+            for first in range(node, node + etp)
+        ]
+        axes["ep_inner"] = group_of(inner)
+        axes["ep_outer"] = group_of([range(place, size, per_node) for place in range(per_node)])
+    return AxisGroups(axes)
 
 
 def local_experts(case: Case, rank: int) -> Tensor:

@@ -1,5 +1,6 @@
 """How the kit judges: whole-sentence failures that survive `python -O`, and memory that is poisoned meanwhile."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,11 +32,12 @@ def close(got: Tensor, want: Tensor, tolerance: float, what: str) -> None:
     require(bool((difference <= tolerance).all()), f"{what}: off by {worst:.3g}, allowed {tolerance:.3g}")
 
 
-def refused(what: str, call: Callable[..., object], *args: object) -> None:
-    """Fail unless the call raises a `MoeCommError`."""
+def refused(what: str, call: Callable[..., object], *args: object, words: str = "") -> None:
+    """Fail unless the call raises a `MoeCommError` whose message has the words, a regular expression."""
     try:
         call(*args)
-    except MoeCommError:
+    except MoeCommError as error:
+        require(re.search(words, str(error)) is not None, f"{what}: refused with other words: {error}")
         return
     raise AssertionError(f"{what}: accepted, expected a MoeCommError")
 

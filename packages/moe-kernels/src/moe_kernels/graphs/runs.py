@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_kernels._torch_compat import copy_each
 from moe_kernels.errors import MoeKernelsError
 from moe_kernels.graphs.callable import Form
 from moe_kernels.graphs.host_reads import host_reads_refused
@@ -68,16 +69,14 @@ class Replay:
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         buffers = self._captured.buffers
-        for buffer, x in zip(buffers.inputs, inputs, strict=True):
-            buffer.copy_(x)
+        copy_each(buffers.inputs, inputs)
         self._captured.program.forward()
         return tuple(output.detach() for output in buffers.outputs)
 
     def backward(self, grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         self._differentiated()
         buffers = self._captured.buffers
-        for buffer, grad in zip(buffers.grads_in, grads, strict=True):
-            buffer.copy_(grad)
+        copy_each(buffers.grads_in, grads)
         self._captured.program.backward()
         if self._poison:
             for buffer in (*buffers.inputs, *buffers.outputs):

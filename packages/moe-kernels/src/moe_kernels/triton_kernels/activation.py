@@ -11,7 +11,7 @@ from torch import Tensor
 from triton import cdiv
 
 from moe_kernels.triton_kernels.compiled import CompileCase
-from moe_kernels.triton_kernels.memory_bound import compile_case, feature_rows, tile
+from moe_kernels.triton_kernels.memory_bound import compile_case, feature_rows, in_all_dtypes, tile
 from moe_kernels.triton_kernels.operator import operator
 
 # Features of a row that a program takes at a time, and elements of its tile: eight a thread, of four tensors backward.
@@ -193,4 +193,4 @@ def _compile_cases() -> tuple[CompileCase, ...]:
     return tuple(cases)
 
 
-COMPILE_CASES = _compile_cases()
+COMPILE_CASES = in_all_dtypes(_compile_cases())

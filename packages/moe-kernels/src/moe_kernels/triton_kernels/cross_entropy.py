@@ -12,7 +12,7 @@ from torch import Tensor
 from triton import cdiv, next_power_of_2
 
 from moe_kernels.triton_kernels.compiled import CompileCase
-from moe_kernels.triton_kernels.memory_bound import compile_case, feature_rows
+from moe_kernels.triton_kernels.memory_bound import compile_case, feature_rows, in_all_dtypes
 from moe_kernels.triton_kernels.operator import operator
 
 # Logits that a program takes at a time, 16 a thread.
@@ -189,4 +189,4 @@ def _compile_cases() -> tuple[CompileCase, ...]:
     return tuple(cases)
 
 
-COMPILE_CASES = _compile_cases()
+COMPILE_CASES = in_all_dtypes(_compile_cases())

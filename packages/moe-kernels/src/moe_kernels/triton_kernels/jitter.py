@@ -10,7 +10,7 @@ from triton import cdiv
 
 from moe_kernels import counter_random
 from moe_kernels.triton_kernels.compiled import CompileCase
-from moe_kernels.triton_kernels.memory_bound import compile_case, feature_rows, tile
+from moe_kernels.triton_kernels.memory_bound import compile_case, feature_rows, in_all_dtypes, tile
 from moe_kernels.triton_kernels.operator import operator
 
 # Features that a program takes at a time, and elements of its tile.
@@ -30,7 +30,7 @@ def _mix(x):
     return x ^ (x >> _SHIFT_3)
 
 
-@triton.jit(do_not_specialize=["key"])
+@triton.jit
 def jitter_kernel(
     x_ptr,
     index_ptr,
@@ -38,7 +38,7 @@ def jitter_kernel(
     x_stride,
     T,
     amount,
-    key,
+    key_ptr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
@@ -48,7 +48,7 @@ def jitter_kernel(
     mask = (row < T)[:, None] & (feature < D)[None, :]
     increment = tl.full([], _INCREMENT, tl.uint64)
     index = tl.load(index_ptr + row, row < T, other=0).to(tl.uint64)
-    token = _mix(index * increment + key.to(tl.uint64))
+    token = _mix(index * increment + tl.load(key_ptr).to(tl.uint64))
     mixed = _mix(token[:, None] + ((feature + 1).to(tl.uint64) * increment)[None, :])
     uniform = (mixed >> (64 - _BITS)).to(tl.int32).to(tl.float32) * (0.5**_BITS)
     x = tl.load(x_ptr + row[:, None] * x_stride + feature[None, :], mask, other=0.0).to(tl.float32)
@@ -57,10 +57,10 @@ def jitter_kernel(
 
 
 @operator(
-    "jitter(Tensor x, Tensor index, float amount, int key) -> Tensor",
+    "jitter(Tensor x, Tensor index, float amount, Tensor key) -> Tensor",
     fake=lambda x, index, amount, key: x.new_empty(x.shape),
 )
-def jitter(x_TD: Tensor, index_T: Tensor, amount: float, key: int) -> Tensor:
+def jitter(x_TD: Tensor, index_T: Tensor, amount: float, key: Tensor) -> Tensor:
     """x times numbers in [1 - amount, 1 + amount), which depend on the key, the index of the token and the feature."""
     x_TD = feature_rows(x_TD)
     tokens, features = x_TD.shape
@@ -81,12 +81,12 @@ def jitter(x_TD: Tensor, index_T: Tensor, amount: float, key: int) -> Tensor:
     return y_TD
 
 
-COMPILE_CASES: tuple[CompileCase, ...] = tuple(
+COMPILE_CASES: tuple[CompileCase, ...] = in_all_dtypes(
     compile_case(
         f"jitter bf16 D{features}",
         jitter_kernel,
         {"D": features, "BLOCK_D": _WIDEST, "ROWS": 1},
-        types={"index_ptr": "*i64", "amount": "fp32", "key": "i64"},
+        types={"index_ptr": "*i64", "amount": "fp32", "key_ptr": "*i64"},
         num_warps=4,
     )
     for features in (7168, 2048)

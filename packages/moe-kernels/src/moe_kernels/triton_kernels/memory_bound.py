@@ -1,6 +1,7 @@
 """What the kernels share that read and write much and compute little: how they take rows, tiles, and their cases."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -43,3 +44,18 @@ def compile_case(
         multiples_of_16=tuple(aligned),
         num_warps=num_warps,
     )
+
+
+def in_all_dtypes(cases: Iterable[CompileCase]) -> tuple[CompileCase, ...]:
+    """The cases, which are in bf16, and the first of every kernel in fp16 and fp32 too."""
+    found, seen = [], set()
+    for case in cases:
+        found.append(case)
+        if case.kernel in seen:
+            continue
+        seen.add(case.kernel)
+        for dtype in ("fp16", "fp32"):
+            signature = {name: f"*{dtype}" if kind == "*bf16" else kind for name, kind in case.signature.items()}
+            name = case.name.replace("bf16", dtype) if "bf16" in case.name else f"{case.name} {dtype}"
+            found.append(replace(case, name=name, signature=signature))
+    return tuple(found)

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton import cdiv
 
 from moe_kernels.triton_kernels.compiled import CompileCase
-from moe_kernels.triton_kernels.memory_bound import compile_case, feature_rows, tile
+from moe_kernels.triton_kernels.memory_bound import compile_case, feature_rows, in_all_dtypes, tile
 from moe_kernels.triton_kernels.operator import operator
 
 # Longest row that a program keeps in registers, and elements of the tile of one that keeps several.
@@ -294,4 +294,4 @@ def _compile_cases() -> tuple[CompileCase, ...]:
     return tuple(cases)
 
 
-COMPILE_CASES = _compile_cases()
+COMPILE_CASES = in_all_dtypes(_compile_cases())

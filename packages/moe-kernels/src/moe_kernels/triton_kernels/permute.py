@@ -12,7 +12,7 @@ from torch import Tensor
 from triton import cdiv
 
 from moe_kernels.triton_kernels.compiled import CompileCase
-from moe_kernels.triton_kernels.memory_bound import compile_case, feature_rows, tile
+from moe_kernels.triton_kernels.memory_bound import compile_case, feature_rows, in_all_dtypes, tile
 from moe_kernels.triton_kernels.operator import operator
 
 # Features of a token that a program takes, and elements of its tile: eight a thread, 16 bytes of bf16. More programs
@@ -193,4 +193,4 @@ def _compile_cases() -> tuple[CompileCase, ...]:
     return tuple(cases)
 
 
-COMPILE_CASES = _compile_cases()
+COMPILE_CASES = in_all_dtypes(_compile_cases())

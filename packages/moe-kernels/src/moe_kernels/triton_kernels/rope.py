@@ -9,7 +9,7 @@ from torch import Tensor
 from triton import cdiv, next_power_of_2
 
 from moe_kernels.triton_kernels.compiled import CompileCase
-from moe_kernels.triton_kernels.memory_bound import compile_case
+from moe_kernels.triton_kernels.memory_bound import compile_case, in_all_dtypes
 from moe_kernels.triton_kernels.operator import operator
 
 # Pairs of features of a program: eight a thread.
@@ -107,4 +107,4 @@ def _compile_cases() -> tuple[CompileCase, ...]:
     )
 
 
-COMPILE_CASES = _compile_cases()
+COMPILE_CASES = in_all_dtypes(_compile_cases())

@@ -22,7 +22,7 @@ from moe_train.observe.environment import environment, versions
 from moe_train.run_directory import RunDirectory, next_free_directory
 
 if TYPE_CHECKING:
-    from moe_parallel import Groups
+    from moe_parallel import Groups, Topology
 
 logger = logging.getLogger("moe_train")
 
@@ -57,8 +57,9 @@ def main(arguments: list[str]) -> int:
     config = load_config(settings.recipe, settings.files, settings.overrides, world=world).config
     from moe_train.launch.worker import rank_groups
 
-    with rank_groups(config) as groups:
-        return _train(options, settings, config, groups, shlex.join(["moe-train", "run", *arguments]))
+    command = shlex.join(["moe-train", "run", *arguments])
+    with rank_groups(config) as (groups, topology):
+        return _train(options, settings, config, groups, topology, command)
 
 
 def _launch(options: argparse.Namespace, settings: Settings) -> int:
@@ -78,7 +79,14 @@ def _launch(options: argparse.Namespace, settings: Settings) -> int:
     return 0
 
 
-def _train(options: argparse.Namespace, settings: Settings, config: TrainConfig, groups: "Groups", command: str) -> int:
+def _train(
+    options: argparse.Namespace,
+    settings: Settings,
+    config: TrainConfig,
+    groups: "Groups",
+    topology: "Topology",
+    command: str,
+) -> int:
     from moe_parallel import gather_json, together
     from moe_train.loop import train
 
@@ -99,7 +107,7 @@ def _train(options: argparse.Namespace, settings: Settings, config: TrainConfig,
             for difference in diff_toml(run.config, config):
                 logger.info("continued with another setting: %s", difference)
         try:
-            train(config, run, resume=options.resume, groups=groups)
+            train(config, run, resume=options.resume, groups=groups, topology=topology)
         except KeyboardInterrupt:
             logger.info("interrupted")
             if rank == 0:

@@ -15,6 +15,7 @@ Check that loss, gradients and weights do not depend on how a training is spread
 
     moe-train verify standard --world 4
     moe-train verify tiny_moe --world 8 --limit 4 --steps 20 train.global_batch_sequences=8
+    moe-train verify tiny_moe --world 4 comm.kind=hybrid parallel.ranks_per_node=2
 
 Trains a few steps in float64 in one process, and again for every legal layout of N ranks, in processes of this
 machine; ways of context and sequence parallelism and data-parallel engines take turns. Prints the largest relative
@@ -45,7 +46,8 @@ def main(arguments: list[str]) -> int:
         for recipe in recipes
     }
     for config in configs.values():
-        if config.parallel != replace(ParallelConfig(), timeout_s=config.parallel.timeout_s):
+        given = config.parallel
+        if given != replace(ParallelConfig(), timeout_s=given.timeout_s, ranks_per_node=given.ranks_per_node):
             raise MoeTrainError("verify tries every layout itself; leave the degrees of `parallel` out")
     violations = [
         _verify(recipe, config, world=options.world, steps=options.steps, limit=options.limit, record=options.record)

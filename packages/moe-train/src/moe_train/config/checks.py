@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from math import gcd
 from typing import Any
 
 from moe_kernels.registry import Registry
 from moe_parallel.context.microbatches import group_sizes
 from moe_parallel.layout import ParallelLayout
 from moe_parallel.problem import Problem
+from moe_parallel.topology import Topology
+from moe_train.config.graphs import graph_problems
 from moe_train.config.tree import TrainConfig
 from moe_train.data.corpus import CORPORA
 from moe_train.models.stages import schedule_of
@@ -42,14 +45,23 @@ def layout_of(config: TrainConfig, world: int) -> ParallelLayout:
     return ParallelLayout(world=world, tp=degrees.tp, cp=degrees.cp, pp=degrees.pp, ep=degrees.ep, etp=degrees.etp)
 
 
-def mesh_of(config: TrainConfig, layout: ParallelLayout) -> dict[str, Any]:
-    """Arguments of `FoldedMesh` beside the layout."""
+def topology_of(config: TrainConfig, world: int) -> Topology:
+    """The machines as `parallel.ranks_per_node` says; all ranks on one where it says nothing."""
+    per_node = config.parallel.ranks_per_node or world
+    return Topology.regular(world, ranks_per_node=per_node)
+
+
+def mesh_of(config: TrainConfig, layout: ParallelLayout, topology: Topology | None = None) -> dict[str, Any]:
+    """Arguments of `FoldedMesh` beside the layout; `topology` is by default what the configuration says of it."""
+    topology = topology_of(config, layout.world) if topology is None else topology
     family = MODELS.get(config.model.kind)
     stages = family.stages(config.model, config.parallel)
     dynamic = config.parallel.dynamic_cp_tokens is not None
     return {
         "context_sizes": group_sizes(layout.cp * layout.dp) if dynamic else (),
         "cp_inner": config.parallel.cp_inner,
+        # Every rank cuts its `ep` in the same way, also where the machines of some would allow longer runs.
+        "ep_inner": gcd(*(topology.run_on_node(ranks) for ranks in layout.groups("ep"))),
         "shared": family.shared(config.model, stages),
     }
 
@@ -66,6 +78,9 @@ def layout_problems(config: TrainConfig, layout: ParallelLayout) -> list[Problem
         more = family.problems(config.model, ByteTokenizer().vocab_size, parallel)
         found += [problem for problem in more if problem not in found]
     found += _dynamic_problems(config, degrees)
+    found += _machine_problems(config, layout)
+    found += _rows_problems(config)
+    found += graph_problems(config, layout)
     if config.memory.data_parallel == "fsdp" and schedule_of(config.parallel).splits_backward:
         rule = "reduces gradients in every backward, and the schedule makes those of weights in a pass of their own"
         legal = "zero1, or another parallel.schedule"
@@ -83,6 +98,30 @@ def layout_problems(config: TrainConfig, layout: ParallelLayout) -> list[Problem
             )
         )
     return found
+
+
+def _machine_problems(config: TrainConfig, layout: ParallelLayout) -> list[Problem]:
+    per_node, world = config.parallel.ranks_per_node, layout.world
+    if per_node is None or per_node < 1 or world % min(per_node, world) == 0:
+        return []
+    legal = ", ".join(str(size) for size in range(1, world + 1) if world % size == 0)
+    return [
+        Problem(
+            key="parallel.ranks_per_node",
+            value=per_node,
+            rule=f"does not divide the world of {world} ranks into machines of equal size",
+            legal=legal,
+        )
+    ]
+
+
+def _rows_problems(config: TrainConfig) -> list[Problem]:
+    """What a fixed number of rows cannot be combined with."""
+    factor = getattr(config.comm, "rank_capacity_factor", None)
+    if factor is None or config.parallel.dynamic_cp_tokens is None:
+        return []
+    rule = "fixes the rows of a rank, and with parallel.dynamic_cp_tokens microbatches have as many tokens as fit"
+    return [Problem(key="comm.rank_capacity_factor", value=factor, rule=rule, legal="none")]
 
 
 def _context_degrees(config: TrainConfig, layout: ParallelLayout) -> list[int]:

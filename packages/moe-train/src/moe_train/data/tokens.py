@@ -13,9 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_parallel import ContextSplit, Groups, all_gather
+from moe_kernels import CapacityGroup
+from moe_parallel import ContextSplit, Groups, SequenceInfo, all_gather
 from moe_parallel.context.balance import join_slots, padded_slots, select_slots, split_context
 from moe_train.data.batch import Batch
+
+
+def padded_row(slots: int, ranks: int, tp: int) -> int:
+    """Slots of the shortest row that holds so many, and that so many ranks and those of `tp` can share evenly."""
+    return padded_slots(slots, ranks, tp) if ranks > 1 else -(-slots // tp) * tp
 
 
 @dataclass(frozen=True)
@@ -27,16 +33,20 @@ class TokenSplit:
     def padded(self, batch: Batch, axis: str = "cp") -> Batch:
         """The batch with rows that can be split over the ranks of an axis and of `tp`."""
         tp, cp = self.groups.size("tp"), self.groups.size(axis)
-        slots = batch.token_BS.shape[1]
-        return batch.padded(padded_slots(slots, cp, tp) if cp > 1 else -(-slots // tp) * tp)
+        return batch.padded(padded_row(batch.token_BS.shape[1], cp, tp))
 
-    def of(self, batch: Batch, axis: str = "cp") -> "TokenPart":
-        """This rank's part of a padded batch; collective over nothing, the same on all ranks of a row."""
+    def of(self, batch: Batch, axis: str = "cp", *, slots: int | None = None) -> "TokenPart":
+        """This rank's part of a padded batch; collective over nothing, the same on all ranks of a row.
+
+        `slots` are those of a row before it was padded, by default as many as it has.
+        """
         group, context = self.groups.group(axis), None
         if group is not None:
-            rows, slots = batch.token_BS.shape
-            context = split_context(group, rows, slots, batch.document_BS, device=batch.token_BS.device)
-        return TokenPart(groups=self.groups, axis=axis, shape=batch.token_BS.shape, context=context)
+            rows, padded = batch.token_BS.shape
+            context = split_context(group, rows, padded, batch.document_BS, device=batch.token_BS.device)
+        shape = batch.token_BS.shape
+        slots = shape[1] if slots is None else slots
+        return TokenPart(groups=self.groups, axis=axis, shape=shape, slots=slots, context=context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +57,14 @@ class TokenPart:
         groups: of this rank.
         axis: of them, whose ranks share every row.
         shape: [B, R] of the whole rows.
+        slots: of a row before it was padded to be split.
         context: which slots each of these ranks has; None where this rank has whole rows.
     """
 
     groups: Groups
     axis: str = "cp"
     shape: torch.Size
+    slots: int
     context: ContextSplit | None
 
     def rows(self, x_BR: Tensor) -> Tensor:
@@ -78,3 +90,22 @@ class TokenPart:
         # Ranks of tp vary fastest, so the parts of a rank of the axis follow each other.
         parts = every_WT.view(self.groups.size(self.axis), self.shape[0], -1, *x_T.shape[1:])
         return join_slots(list(parts), self.context).flatten(0, 1)
+
+    def info(self, here: Batch) -> "MicrobatchInfo":
+        """What layers may know of this rank's slots."""
+        return MicrobatchInfo(**vars(here.sequence_info(self.context)), part=self)
+
+    def capacity_group(self) -> CapacityGroup:
+        """Those that share the rows, as whose tokens compete for the places of an expert."""
+        return CapacityGroup(whole=self.whole, own=self.routed, num_tokens=self.shape[0] * self.slots)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicrobatchInfo(SequenceInfo):
+    """And with whom this rank shares the tokens.
+
+    Attributes:
+        part: of the tokens, which this rank has.
+    """
+
+    part: TokenPart

@@ -3,26 +3,29 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moe_parallel import AxisGroups, FoldedMesh, Groups, Place, joined
+from moe_parallel import AxisGroups, FoldedMesh, Groups, Place, Topology, joined, machines
 from moe_train.assemble import choose_device
-from moe_train.config.checks import layout_of, mesh_of
+from moe_train.config.checks import layout_of, mesh_of, topology_of
 from moe_train.config.tree import TrainConfig
 
 
 @contextmanager
-def rank_groups(config: TrainConfig) -> Iterator[Groups]:
-    """The groups of this rank, as the launcher and `parallel` say; a world of one without a launcher.
+def rank_groups(config: TrainConfig) -> Iterator[tuple[Groups, Topology]]:
+    """The groups of this rank and the machines of all, as launcher and `parallel` say; one rank without a launcher.
 
     What ends the body is recorded for the launcher, and an error names the rank and its coordinates.
     """
     place = Place.from_environment()
     if place.world == 1:
-        yield AxisGroups()
+        yield AxisGroups(), topology_of(config, 1)
         return
     layout, timeout_s = layout_of(config, place.world), config.parallel.timeout_s
     try:
-        with joined(place, device=choose_device(config.train.device), timeout_s=timeout_s):
-            yield FoldedMesh(layout, timeout_s=timeout_s, **mesh_of(config, layout))
+        device = choose_device(config.train.device)
+        with joined(place, device=device, timeout_s=timeout_s):
+            known = config.parallel.ranks_per_node is not None
+            topology = topology_of(config, place.world) if known else machines(nvlink=device.type == "cuda")
+            yield FoldedMesh(layout, timeout_s=timeout_s, **mesh_of(config, layout, topology)), topology
     except Exception as error:
         error.add_note(f"on {layout.words_for(place.rank)}")
         _record(error)

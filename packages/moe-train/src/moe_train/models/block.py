@@ -10,7 +10,7 @@ from moe_kernels.norm import RMSNorm
 from moe_memory.recompute import Replay
 from moe_parallel import SequenceInfo
 from moe_train.models.mlp import MLP
-from moe_train.models.moe import MoELayer
+from moe_train.models.moe import MoELayer, Routed
 from moe_train.models.statistics import RouterStatistics
 from moe_train.scale import RoutingScale
 
@@ -35,9 +35,21 @@ class Block(nn.Module):
         rope: tuple[Tensor, Tensor],
         scale: RoutingScale | None,
     ) -> tuple[Tensor, RouterStatistics]:
-        x_TD = x_TD + self.attention(self.attention_norm(x_TD), info, rope)
-        y_TD, statistics = self.moe(self.moe_norm(x_TD), info.valid_BS.flatten(), scale, replay)
+        x_TD, normed_TD, routed = self.opening(x_TD, info, rope, scale)
+        y_TD, statistics = self.moe(normed_TD, info.valid_BS.flatten(), scale, replay, info, routed)
         return x_TD + y_TD, statistics
+
+    def attend(self, x_TD: Tensor, info: SequenceInfo, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The residual stream behind attention, and that normalised."""
+        normed_TD, x_TD = self.moe_norm(self.attention(self.attention_norm(x_TD), info, rope), x_TD)
+        return x_TD, normed_TD
+
+    def opening(
+        self, x_TD: Tensor, info: SequenceInfo, rope: tuple[Tensor, Tensor], scale: RoutingScale | None
+    ) -> tuple[Tensor, Tensor, Routed | None]:
+        """`attend`, and what the router finds where it is asked before the experts are: in graphs, which are called in
+        the place of this (`moe_train.graphs`)."""
+        return (*self.attend(x_TD, info, rope), None)
 
 
 class DenseBlock(nn.Module):
@@ -61,5 +73,16 @@ class DenseBlock(nn.Module):
         scale: RoutingScale | None,
     ) -> tuple[Tensor, None]:
         """As `Block`; there is no router, so there are no statistics."""
-        x_TD = x_TD + self.attention(self.attention_norm(x_TD), info, rope)
-        return x_TD + self.mlp(self.mlp_norm(x_TD)), None
+        x_TD, normed_TD, _ = self.opening(x_TD, info, rope, scale)
+        return x_TD + self.mlp(normed_TD), None
+
+    def attend(self, x_TD: Tensor, info: SequenceInfo, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """As `Block`."""
+        normed_TD, x_TD = self.mlp_norm(self.attention(self.attention_norm(x_TD), info, rope), x_TD)
+        return x_TD, normed_TD
+
+    def opening(
+        self, x_TD: Tensor, info: SequenceInfo, rope: tuple[Tensor, Tensor], scale: RoutingScale | None
+    ) -> tuple[Tensor, Tensor, None]:
+        """As `Block`."""
+        return (*self.attend(x_TD, info, rope), None)

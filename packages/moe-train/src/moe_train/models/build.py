@@ -105,6 +105,7 @@ def build_moe(config: DecoderConfig, layer: int, parts: ModelParts) -> MoELayer:
         latent_down=down,
         latent_up=up,
         capacity=config.capacity,
+        sizing=parts.sizing,
     )
 
 

@@ -102,7 +102,8 @@ class DecoderConfig:
             after combine; none is D. The router and the shared expert stay at D.
         router: how tokens choose experts.
         balance: what keeps experts balanced.
-        capacity: how many choices an expert takes at most, in training and evaluation; `scope` is `rank` here.
+        capacity: how many choices an expert takes at most, in training and evaluation. Over a `microbatch` the ranks of
+            `tp` and `cp` share it, and the loss does not depend on how many they are.
         activation: gate of the experts.
         rope_base: base of the rotary frequencies.
         yarn: how positions are stretched beyond the context that a model was trained on.
@@ -182,13 +183,9 @@ class DecoderConfig:
             Problem(key=f"model.capacity.{name}", value=getattr(self.capacity, name), rule=rule)
             for name, rule in self.capacity.problems()
         ]
-        for name, possible, rule in (
-            ("scope", "rank", "would need the choices of all ranks of a microbatch, which the layer does not gather"),
-            ("pad", False, "would need a dispatcher that gives every expert as many rows as its capacity"),
-        ):
-            if getattr(self.capacity, name) != possible:
-                value, legal = getattr(self.capacity, name), str(possible).lower()
-                found.append(Problem(key=f"model.capacity.{name}", value=value, rule=rule, legal=legal))
+        if self.capacity.pad:
+            rule = "would need a dispatcher that gives every expert as many rows as its capacity"
+            found.append(Problem(key="model.capacity.pad", value=True, rule=rule, legal="false"))
         return [
             *found,
             *self._attention_problems(),

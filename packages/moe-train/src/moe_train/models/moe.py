@@ -12,14 +12,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_comm import Parcel, Plan, TokenDispatcher
+from moe_comm import EXACT, Parcel, Plan, Sizing, TokenDispatcher
 from moe_kernels import CapacityConfig, Routing, keep_choices, kept_choices
 from moe_kernels.experts import ExpertCompute
 from moe_memory.recompute import Replay
-from moe_parallel import Pending, Step, StepKind, run_steps
+from moe_parallel import Pending, SequenceInfo, Step, StepKind, run_steps
+from moe_train.data.tokens import MicrobatchInfo
 from moe_train.models.router import Router
 from moe_train.models.statistics import RouterStatistics
 from moe_train.scale import RoutingScale
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routed:
+    """What the router of a layer found for some tokens.
+
+    Attributes:
+        routing: their choices.
+        probs_TK: the weights of these, with the gradients of the balance losses attached.
+        losses: values of the balance losses.
+    """
+
+    routing: Routing
+    probs_TK: Tensor
+    losses: dict[str, Tensor]
 
 
 @dataclass
@@ -31,6 +47,8 @@ class MoEState:
         valid_T: bool, False for padding, which is routed nowhere.
         scale: weights of the balance losses; None in evaluation.
         replay: remembers choices and plan, so that a recomputed forward repeats them.
+        info: of the microbatch, where the layer was told.
+        routed: what `MoELayer.route` returned, if that was called before the layer.
         routing: all choices, those beyond the capacity of their expert too.
         kept: without these; None where nothing is limited.
     """
@@ -39,6 +57,8 @@ class MoEState:
     valid_T: Tensor
     scale: RoutingScale | None
     replay: Replay
+    info: SequenceInfo | None = None
+    routed: Routed | None = None
     routing: Routing = field(init=False)
     kept: Routing | None = field(init=False, default=None)
     probs_TK: Tensor = field(init=False)
@@ -78,7 +98,9 @@ class MoELayer(nn.Module):
         shared: the shared expert; None leaves it out.
         latent_down, latent_up: projections [L, D] before dispatch and [D, L] after combine, between which the routed
             experts work at the width L; None where that is D.
-        capacity: how many choices of this rank's tokens an expert takes at most; None limits nothing.
+        capacity: how many choices an expert takes at most, of this rank's tokens or of those of a microbatch; None
+            limits nothing.
+        sizing: of the rows that experts get in training; in evaluation they get what they need.
     """
 
     def __init__(
@@ -91,11 +113,13 @@ class MoELayer(nn.Module):
         latent_down: nn.Linear | None = None,
         latent_up: nn.Linear | None = None,
         capacity: CapacityConfig | None = None,
+        sizing: Sizing = EXACT,
     ) -> None:
         super().__init__()
         self.router = router
         self.capacity = None if capacity is None or capacity.factor is None else capacity
         self.dispatcher = dispatcher
+        self.sizing = sizing
         self.experts = experts
         self.shared = shared
         self.latent_down = latent_down
@@ -113,37 +137,55 @@ class MoELayer(nn.Module):
         )
 
     def forward(
-        self, x_TD: Tensor, valid_T: Tensor, scale: RoutingScale | None, replay: Replay
+        self,
+        x_TD: Tensor,
+        valid_T: Tensor,
+        scale: RoutingScale | None,
+        replay: Replay,
+        info: SequenceInfo | None = None,
+        routed: Routed | None = None,
     ) -> tuple[Tensor, RouterStatistics]:
-        """Output [T, D] and what the router did; padding tokens meet no routed expert."""
-        state = MoEState(x_TD=x_TD, valid_T=valid_T, scale=scale, replay=replay)
+        """Output [T, D] and what the router did; padding tokens meet no routed expert.
+
+        Whose tokens share a capacity over a microbatch says `info`, if it is the trainer's (`MicrobatchInfo`). Tokens
+        that are `routed` already are not routed again.
+        """
+        state = MoEState(x_TD=x_TD, valid_T=valid_T, scale=scale, replay=replay, info=info, routed=routed)
         run_steps(self.steps, state)
         return state.y_TD, _statistics(state)
 
-    def _route(self, state: MoEState) -> None:
-        ids_TK = state.replay.recall("ids")
-        choices = None if ids_TK is not None or state.scale is None else state.scale.choices
+    def route(self, x_TD: Tensor, valid_T: Tensor, scale: RoutingScale | None, replay: Replay) -> Routed:
+        """The first step of the layer, for who calls it apart; arguments are those of the forward."""
+        ids_TK = replay.recall("ids")
+        choices = None if ids_TK is not None or scale is None else scale.choices
         if choices is not None:
-            ids_TK = choices.recall(self.router.name, self.router.config.top_k, state.x_TD.device)
-        routing, logits_TE = self.router(state.x_TD, state.valid_T, ids_TK, state.scale)
+            ids_TK = choices.recall(self.router.name, self.router.config.top_k, x_TD.device)
+        routing, logits_TE = self.router(x_TD, valid_T, ids_TK, scale)
         if choices is not None:
             choices.remember(self.router.name, routing.ids_TK)
-        state.replay.remember("ids", routing.ids_TK)
-        state.routing = routing
-        if state.scale is None:
-            state.probs_TK, state.losses = routing.probs_TK, {}
-        else:
-            state.probs_TK, state.losses = self.router.balanced(routing, logits_TE, state.scale)
+        replay.remember("ids", routing.ids_TK)
+        if scale is None:
+            return Routed(routing=routing, probs_TK=routing.probs_TK, losses={})
+        probs_TK, losses = self.router.balanced(routing, logits_TE, scale)
+        return Routed(routing=routing, probs_TK=probs_TK, losses=losses)
+
+    def _route(self, state: MoEState) -> None:
+        routed = state.routed or self.route(state.x_TD, state.valid_T, state.scale, state.replay)
+        state.routing, state.probs_TK, state.losses = routed.routing, routed.probs_TK, routed.losses
+        state.routed = None
 
     def _limit(self, state: MoEState) -> None:
         assert self.capacity is not None
-        kept_TK = state.replay.once("kept", partial(kept_choices, state.routing, self.capacity))
+        group = state.info.part.capacity_group() if isinstance(state.info, MicrobatchInfo) else None
+        kept_TK = state.replay.once("kept", partial(kept_choices, state.routing, self.capacity, group=group))
         state.kept = keep_choices(replace(state.routing, probs_TK=state.probs_TK), kept_TK)
         state.probs_TK = state.kept.probs_TK
 
     def _plan(self, state: MoEState) -> None:
         plan = state.replay.recall("plan")
-        state.plan = self.dispatcher.plan(state.kept or state.routing) if plan is None else plan
+        if plan is None:
+            plan = self.dispatcher.plan(state.kept or state.routing, EXACT if state.scale is None else self.sizing)
+        state.plan = plan
         state.replay.remember("plan", state.plan)
 
     def _prepare(self, state: MoEState) -> None:
@@ -190,6 +232,7 @@ def _statistics(state: MoEState) -> RouterStatistics:
     return RouterStatistics(
         counts=counts,
         dropped=state.valid_T.sum() * routing.ids_TK.shape[1] - reached.sum() + state.plan.overflow,
+        overflow=state.plan.overflow,
         bad_rows=routing.bad_rows,
         **{name: state.losses.get(name, zero) for name in ("aux", "seq", "glob", "z")},
     )

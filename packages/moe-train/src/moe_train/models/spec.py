@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from moe_comm import TokenDispatcher
+    from moe_comm import Sizing, TokenDispatcher
     from moe_kernels.grouped_gemm.api import GroupedGemm
     from moe_memory.initialise import InitRule
     from moe_memory.recompute import ActivationPolicy
@@ -35,6 +35,7 @@ class ModelParts:
     Attributes:
         attention: attention over the tokens of a sequence.
         dispatcher: tokens to experts and back.
+        sizing: of the rows that experts get in training.
         grouped_gemm: matrix products of the experts.
         activations: which layers recompute.
         cross_entropy: (logits [T, V], targets [T], which of them count [T]) to the loss of each target [T] in the
@@ -44,6 +45,7 @@ class ModelParts:
 
     attention: "AttentionCore"
     dispatcher: "TokenDispatcher[Any]"
+    sizing: "Sizing"
     grouped_gemm: "GroupedGemm"
     activations: "ActivationPolicy"
     cross_entropy: "CrossEntropy"

@@ -20,6 +20,7 @@ class RouterStatistics:
     Attributes:
         counts: int64 [E], choices of each expert by valid tokens.
         dropped: int64 scalar, choices of valid tokens that reached no expert.
+        overflow: int64 scalar, of these the ones for which the ranks of their experts had no row left.
         bad_rows: int64 scalar, tokens whose router logits were not finite.
         aux, seq, glob, z: the losses of numerics §2 with the weights of the step and without coefficient, detached, so
             that their sum over microbatches is the logged value; zero where a loss is not used.
@@ -27,6 +28,7 @@ class RouterStatistics:
 
     counts: Tensor
     dropped: Tensor
+    overflow: Tensor
     bad_rows: Tensor
     aux: Tensor
     seq: Tensor
@@ -42,7 +44,8 @@ class RouterStatistics:
     def nothing(cls, layers: int, experts: int, dtype: torch.dtype, device: torch.device) -> "RouterStatistics":
         """Zeros for so many layers."""
         counts = torch.zeros(layers, experts, dtype=torch.int64, device=device)
-        numbers = {name: torch.zeros(layers, dtype=torch.int64, device=device) for name in ("dropped", "bad_rows")}
+        names = ("dropped", "overflow", "bad_rows")
+        numbers = {name: torch.zeros(layers, dtype=torch.int64, device=device) for name in names}
         losses = {name: torch.zeros(layers, dtype=dtype, device=device) for name in ("aux", "seq", "glob", "z")}
         return cls(counts=counts, **numbers, **losses)
 

@@ -2,8 +2,9 @@
 
 import json
 import math
-from dataclasses import dataclass, fields
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, ClassVar
 
 # The fields that may differ between runs that are bitwise equal.
 WALL_CLOCK_FIELDS = frozenset(
@@ -12,8 +13,29 @@ WALL_CLOCK_FIELDS = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepTraffic:
+    """What the dispatchers of all ranks did in one step; `moe_train.observe.metrics` has the meaning of every field."""
+
+    network_bytes: int
+    node_bytes: int
+    self_bytes: int
+    metadata_bytes: int
+    collectives: int
+    host_syncs: int
+    peak_buffer_bytes: int
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[int]) -> "StepTraffic":
+        """Of the fields in their order."""
+        return cls(**{field.name: number for field, number in zip(fields(cls), numbers, strict=True)})
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One optimizer step; `moe_train.observe.metrics` has the meaning of every field. `step` counts from 1."""
+    """One optimizer step; `moe_train.observe.metrics` has the meaning of every field. `step` counts from 1.
+
+    Fields of `comm` are written as `comm/network_bytes` and so on.
+    """
 
     kind: ClassVar[str] = "step"
 
@@ -38,6 +60,7 @@ class StepRecord:
     work_balance: float
     memory_peak_bytes: int
     eta_seconds: float
+    comm: StepTraffic
 
     def to_json(self) -> str:
         return _line(self)
@@ -75,8 +98,16 @@ Record = StepRecord | ValidRecord | LoadRecord
 
 def _line(record: Record) -> str:
     # JSON has no NaN and no infinity: a number that is not finite becomes null.
-    values = {field.name: getattr(record, field.name) for field in fields(record)}
     finite = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in _flat(record).items()
     }
     return json.dumps({"record": record.kind, **finite}, allow_nan=False, separators=(",", ":"))
+
+
+def _flat(record: Any, prefix: str = "") -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        values |= _flat(value, f"{field.name}/") if is_dataclass(value) else {prefix + field.name: value}
+    return values
