@@ -22,11 +22,6 @@ SETTINGS = (
     "data.sequence_length=31",
     "train.threads=1",
 )
-    "train.global_batch_sequences=6",
-    "train.microbatch_sequences=2",
-    "data.sequence_length=31",
-    "train.threads=1",
-)
 
 
 class Sizes:
