@@ -170,15 +170,7 @@ def assemble(
     check_patterns(family.internal_parameters, specs)
     here = [name for name, _ in model.named_parameters()]
     keep_internal = [p for p in family.internal_parameters if any(fnmatchcase(name, p) for name in here)]
-    check_patterns([group.pattern for group in config.optim.groups], specs, "in optim.groups")
-    engine = build_engine(
-        config.memory,
-        config.optim,
-        groups,
-        compute_dtype=dtype,
-        keep_internal=keep_internal,
-        seed=config.train.seed,
-    )
+    engine = build_engine(config.memory, config.optim, groups, compute_dtype=dtype, keep_internal=keep_internal)
     share = Share(rank=groups.rank("dp"), ranks=groups.size("dp"), unit=config.train.balance_sequences)
     costs = family.costs(config.model, data.tokenizer.vocab_size)
     wrapped = engine.wrap(model, {name: specs[name] for name in here})
@@ -204,16 +196,14 @@ def assemble(
     )
 
 
-def check_patterns(
-    patterns: Sequence[str], names: Iterable[str], place: str = "of parameters in the internal dtype"
-) -> None:
+def check_patterns(patterns: Sequence[str], names: Iterable[str]) -> None:
     """Raises:
-    MoeTrainError: a pattern that no parameter of the whole model has; the message says its place.
+    MoeTrainError: a pattern of the family that no parameter of the whole model has.
     """
     names = list(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise MoeTrainError(f"the pattern {pattern!r} {place} matches no parameter")
+            raise MoeTrainError(f"the pattern {pattern!r} of parameters in the internal dtype matches no parameter")
 
 
 def attention_core(parallel: ParallelConfig, groups: Groups) -> AttentionCore:

@@ -268,17 +268,7 @@ def _in_float64(config: TrainConfig) -> TrainConfig:
         config,
         memory=replace(config.memory, compute_dtype="float64"),
         kernels=replace(config.kernels, grouped_gemm="loop", implementation="plain"),
-        optim=replace(
-            config.optim,
-            lr=min(config.optim.lr, _LARGEST_LR),
-            eps=1e-8,
-            # Float64 here: fewer bits would turn rounding into differences.
-            master_dtype="float32",
-            gradient_dtype="float32",
-            exp_avg_dtype="float32",
-            exp_avg_sq_dtype="float32",
-            muon=replace(config.optim.muon, dtype="float32"),
-        ),
+        optim=replace(config.optim, lr=min(config.optim.lr, _LARGEST_LR), eps=1e-8),
         train=replace(config.train, threads=1, device="cpu"),
     )
 
