@@ -81,7 +81,7 @@ def measure(mesh: FoldedMesh) -> Report:
         combine(dispatcher, plan, sent.rows_RD * sent.probs_R[:, None].to(DTYPE)).sum().backward()
     ids = [ids_of(other, TOKENS) for other in range(RANKS)]
     rows_WW = rows_by_leg("alltoall_per_rank", ids, num_experts=NUM_EXPERTS, ranks_per_node=1)["dispatch"]
-    formula = {"metadata": (metadata_bytes(2 + NUM_EXPERTS + RANKS),) * RANKS}
+    formula = {"metadata": (metadata_bytes(6 + NUM_EXPERTS + RANKS),) * RANKS}
     for leg in ("dispatch", "combine", "combine_backward", "dispatch_backward"):
         formula[leg] = leg_bytes(leg, rank, rows_WW, hidden=HIDDEN, dtype=DTYPE, choices=TOP_K, with_ids=True)
     leaving = [(e.leg, e.leaving_bytes, sum(formula[e.leg]) - formula[e.leg][rank]) for e in ledger.entries]

@@ -96,7 +96,7 @@ def count(algorithm: Algorithm, ids: list[Tensor], ranks_per_node: int, hidden: 
 
 def metadata_per_rank(algorithm: Algorithm, world: int, nodes: int) -> int:
     """Bytes that one rank sends to the others for a plan."""
-    return metadata_bytes(2 + NUM_EXPERTS + world + (nodes if algorithm == "hybrid" else 0)) * (world - 1)
+    return metadata_bytes(6 + NUM_EXPERTS + world + (nodes if algorithm == "hybrid" else 0)) * (world - 1)
 
 
 def line(algorithm: Algorithm, counted: Counted, nodes: int, ranks_per_node: int, tokens: int) -> str:

@@ -49,7 +49,7 @@ def formula(mesh: FoldedMesh, leg: Leg) -> int:
     """Bytes that leave this rank on a leg."""
     etp, ep, shard, place = mesh.size("etp"), mesh.size("ep"), mesh.rank("etp"), mesh.rank("ep")
     if leg == "metadata":
-        return metadata_bytes(2 + NUM_EXPERTS + ep) * (WORLD - 1)
+        return metadata_bytes(6 + NUM_EXPERTS + ep) * (WORLD - 1)
     by_shard = [
         rows_by_leg(
             "alltoall_per_rank",

@@ -14,8 +14,8 @@ from moe_parallel.testing import run_threads
 class TestHybridConforms(DispatcherConformance):
     plugin = hybrid.PLUGIN
     config = HybridConfig()
-    worlds = (2, 4, (2, 2))
-    large_worlds = (6, 12, 16)
+    worlds = (4, (2, 2))
+    large_worlds = (2, 6, 12, 16)
     roundings = 3  # sums of a rank, of a node, of all nodes
     nodes = 2
 
@@ -24,7 +24,7 @@ class TestHybridWithLanesConforms(DispatcherConformance):
     plugin = hybrid.PLUGIN
     config = HybridConfig(lanes=3)
     worlds = (3,)
-    large_worlds = (6, (2, 3), 12)
+    large_worlds = (6, (2, 3))
     roundings = 3
     nodes = 3
 
@@ -32,8 +32,8 @@ class TestHybridWithLanesConforms(DispatcherConformance):
 class TestHybridWithRailAllGatherConforms(DispatcherConformance):
     plugin = hybrid.PLUGIN
     config = HybridConfig(rail="allgather", lanes=2)
-    worlds = (4, (2, 2))
-    large_worlds = (2, 6)
+    worlds = ((2, 2),)
+    large_worlds = (2, 4, 6)
     roundings = 3
     nodes = 2
 

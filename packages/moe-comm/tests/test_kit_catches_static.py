@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_comm import EXACT, AllToAllConfig, Sizing, alltoall
-from moe_comm.metadata import fixed_sizes
+from moe_comm.metadata import common_sizes
 from moe_comm.testing import DispatcherConformance
 from moe_comm.two_level import Level, TwoLevelDispatcher
 from moe_parallel import MoeParallelError
@@ -52,7 +52,7 @@ class ComparesSizesEveryTime(TwoLevelDispatcher):
 class ComparesSizesNever(TwoLevelDispatcher):
     def plan(self, routing, sizing=EXACT):
         if sizing.capacity_rows is not None:
-            self._agreed.add(tuple(fixed_sizes(sizing, *routing.ids_TK.shape).values()))
+            self._agreed.add(tuple(common_sizes(sizing, *routing.ids_TK.shape).values()))
         return super().plan(routing, sizing)
 
 

@@ -75,7 +75,7 @@ def exchanges_leak_nothing(config, world, ep_inner, count):
 @pytest.mark.dist
 @every_dispatcher
 def test_hundreds_of_exchanges_leak_nothing(config, world, ep_inner):
-    exchanges_leak_nothing(config, world, ep_inner, 320)
+    exchanges_leak_nothing(config, world, ep_inner, 600 // world)
 
 
 @pytest.mark.dist

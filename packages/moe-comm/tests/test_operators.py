@@ -82,8 +82,7 @@ def test_operators_equal_the_steps(config, etp, ep, nodes, sizing):
         for one, other in zip(got, expected, strict=True):
             assert torch.equal(one, other)
         sent_bytes = [[(entry.leg, entry.sent_bytes) for entry in ledger.entries] for ledger in (steps, operators)]
-        # A sizing is agreed on with its first use, which is that of the steps.
-        assert sent_bytes[1] == sent_bytes[0][1 if sizing.capacity_rows and ep * etp > 1 else 0 :]
+        assert sent_bytes[1] == sent_bytes[0]
         return float(expected[1].abs().sum())
 
     assert sum(run_threads(etp * ep, on_rank)) > 1
@@ -136,10 +135,11 @@ def test_row_28_plans_live_as_long_as_their_tensor(local):
     name, _ = local
     ids_TK, x_TD, probs_TK, grad_TD = inputs(2, 5, 4)
     assert live_plans() == 0
-    for _ in range(100):
+    for step in range(100):
         y_TD = layer_of_operators(name, x_TD, probs_TK, ids_TK, 4)
-        gc.collect()
-        assert live_plans() == 1
+        if step % 25 == 0:  # a third of a second where many tests ran before
+            gc.collect()
+            assert live_plans() == 1
         y_TD.backward(grad_TD)
         del y_TD
     gc.collect()

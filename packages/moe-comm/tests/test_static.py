@@ -170,3 +170,24 @@ def test_sizes_that_differ_later_end_every_rank(late, config):
     assert re.match("MoeCommError: .*(30 on rank 3|this rank brings 5 tokens)", wrong), wrong
     for error in others:
         assert re.match(r"CollectiveError: rank \d: \w+ in group [\w*= ]+ of ranks \d[\d, ]* failed", error), error
+
+
+@pytest.mark.dist
+def test_row_10_exact_and_fixed_sizes_do_not_mix():
+    """One rank plans with fixed sizes and the other without, or with other choices per token: each is told."""
+
+    def on_rank(mesh):
+        dispatcher = build_dispatcher(AllToAllConfig(), mesh, 4)
+        first = mesh.rank("ep") == 0
+        words = []
+        for sizing, top_k in ((Sizing(capacity_rows=8) if first else Sizing(), 2), (Sizing(), 2 if first else 3)):
+            ids_TK = torch.zeros(2, top_k, dtype=torch.int64)
+            routing = Routing(ids_TK=ids_TK, probs_TK=torch.ones(2, top_k), num_experts=4)
+            with pytest.raises(MoeCommError) as error:
+                dispatcher.plan(routing, sizing)
+            words.append(str(error.value))
+        return words
+
+    for words in run_distributed(ParallelLayout(world=2, ep=2), on_rank, timeout_s=20):
+        assert "most_tokens is 2 on rank 0, -1 on rank 1" in words[0]
+        assert "choices per token is 2 on rank 0, 3 on rank 1" in words[1]

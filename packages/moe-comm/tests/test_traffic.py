@@ -120,7 +120,7 @@ def test_the_ledger_holds_what_the_routing_says(algorithm, ep, etp, nodes):
         return ledger
 
     ids = [uneven_ids(rank, world, num_experts, top_k) for rank in range(world)]
-    words = 2 + num_experts + ep + (nodes if algorithm == "hybrid" and nodes > 1 else 0)
+    words = 6 + num_experts + ep + (nodes if algorithm == "hybrid" and nodes > 1 else 0)
     for rank, ledger in enumerate(run_threads(world, on_rank)):
         metadata, *entries = as_tuples(ledger.entries)
         assert metadata == ("metadata", rank, tuple(range(world)), (metadata_bytes(words),) * world)
@@ -176,7 +176,7 @@ def test_lanes_send_the_same_bytes_in_more_exchanges(lanes):
 
     ids = [uneven_ids(rank, 4, 8, 3) for rank in range(4)]
     for rank, ledger in enumerate(run_threads(4, on_rank)):
-        assert ledger.entries[0].sent_bytes == (metadata_bytes(2 + 8 + lanes * (4 + 2)),) * 4
+        assert ledger.entries[0].sent_bytes == (metadata_bytes(6 + 8 + lanes * (4 + 2)),) * 4
         for leg, sender, members, sent in wanted(
             "hybrid", rank, ids, num_experts=8, etp=1, nodes=2, hidden=5, dtype=torch.float32
         ):

@@ -249,7 +249,7 @@ def test_names_of_groups_in_messages():
         return describe_group(mesh.group("dp")), describe_group(mesh.group("world"))
 
     names = run_distributed(ParallelLayout(world=4, tp=2, ep=2), on_rank)
-    assert names[3] == ("group dp = cp * dp = edp of ranks 1, 3", "group world of ranks 0, 1, 2, 3")
+    assert names[3] == ("group dp = cp * dp = edp = etp * edp of ranks 1, 3", "group world of ranks 0, 1, 2, 3")
 
 
 def test_the_name_of_a_large_group_stays_short():

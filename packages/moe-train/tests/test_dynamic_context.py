@@ -182,9 +182,9 @@ def test_r093_the_tokens_of_the_ranks_that_share_rows_compete_for_the_places_of_
         layer = training.model.layers[0].moe
         plan, route, kept, chosen = layer.dispatcher.plan, layer.router.forward, [], []
 
-        def planned(routing):
+        def planned(routing, sizing):
             kept.append(routing.counts_E())
-            return plan(routing)
+            return plan(routing, sizing)
 
         def routed(*arguments):
             found = route(*arguments)

@@ -101,7 +101,7 @@ def test_traffic_of_a_step_is_what_its_choices_say(algorithm, world, per_node, n
                         name, rank, rows_WW, hidden=HIDDEN, dtype=torch.float32, choices=choices, with_ids=True
                     )
                     there_bytes[rank] += torch.tensor(sent)
-    words = 2 + EXPERTS + world + node_words
+    words = 6 + EXPERTS + world + node_words
     plan_bytes = metadata_bytes(words) * len(plans[0])
     there_bytes += plan_bytes
     assert traffic.network_bytes == there_bytes[crosses].sum()

@@ -1,7 +1,7 @@
 """What ranks tell each other before rows travel: one all-gather, from which each knows every size it needs.
 
 Shape legend: T tokens here, K choices, B ranks of the block (`etp` fastest), E experts over all ranks, W
-expert-parallel ranks, N nodes of them, L lanes (consecutive parts of the tokens).
+expert-parallel ranks, N nodes of them, L lanes (consecutive parts of the tokens), S sizes that all ranks share.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from moe_comm.checks import words_for_id
 from moe_comm.dispatcher import Sizing
 from moe_comm.errors import MoeCommError
 from moe_comm.hops import Reach
-from moe_comm.traffic import TrafficEntry, note_host_sync, note_traffic
+from moe_comm.traffic import TrafficEntry, note_traffic
 from moe_parallel import all_gather
 
 
@@ -30,7 +30,7 @@ class Announced:
         counts_BE: choices of each expert.
         rows_BLW: rows to each expert-parallel rank, by lane.
         rows_BLN: rows to each node.
-        sizes_BS: what has to be the same on all ranks, in the order of `fixed_sizes`; S is 0 with exact sizing.
+        sizes_BS: what has to be the same on all ranks, in the order of `common_sizes`.
     """
 
     bad_id_B: Tensor
@@ -99,34 +99,32 @@ def refuse_bad_ids(bad_ids: list[int], block: ProcessGroup | None, num_experts: 
         raise MoeCommError("; ".join(found))
 
 
-def fixed_sizes(sizing: Sizing, num_tokens: int, num_choices: int) -> dict[str, int]:
-    """What has to be the same on all ranks where sizes are fixed, by name; nothing with exact sizing."""
-    if sizing.capacity_rows is None:
-        return {}
+def common_sizes(sizing: Sizing, num_tokens: int, num_choices: int) -> dict[str, int]:
+    """What has to be the same on all ranks, by name; -1 for what is exact."""
+    is_fixed = sizing.capacity_rows is not None
+    most_tokens = num_tokens if sizing.most_tokens is None else sizing.most_tokens
     return {
-        "most_tokens": num_tokens if sizing.most_tokens is None else sizing.most_tokens,
-        "capacity_rows": sizing.capacity_rows,
+        "most_tokens": most_tokens if is_fixed else -1,
+        "capacity_rows": -1 if sizing.capacity_rows is None else sizing.capacity_rows,
         "row_multiple": sizing.row_multiple,
         "choices per token": num_choices,
     }
 
 
 def refuse_different_sizes(told: Announced, block: ProcessGroup | None, sizes: Mapping[str, int]) -> None:
-    """Raise if the ranks of the block were not given the same fixed sizes, or bring too many tokens.
-
-    Synchronises the host.
-    """
-    note_host_sync()
+    """Raise if the ranks of the block were not given the same sizes, or bring too many tokens; `told` is on the CPU."""
     ranks = [0] if block is None else dist.get_process_group_ranks(block)
     *columns, tokens = torch.cat((told.sizes_BS, told.tokens_B.unsqueeze(1)), 1).t().tolist()
     for name, values in zip(sizes, columns, strict=True):
         if len(set(values)) > 1:
             by_rank = ", ".join(f"{value} on rank {rank}" for value, rank in zip(values, ranks, strict=True))
             raise MoeCommError(
-                f"with capacity_rows all ranks need the same sizes, but {name} is {by_rank}; "
-                "give every rank the same sizing, with most_tokens where they bring different numbers of tokens"
+                f"all ranks need the same sizes, but {name} is {by_rank}; give every rank the same sizing, and with "
+                "capacity_rows also most_tokens where they bring different numbers of tokens"
             )
     most = sizes["most_tokens"]
+    if most < 0:
+        return
     over = [f"{count} on rank {rank}" for count, rank in zip(tokens, ranks, strict=True) if count > most]
     if over:
         raise MoeCommError(f"sizing.most_tokens is {most}, but there are more tokens: {', '.join(over)}")

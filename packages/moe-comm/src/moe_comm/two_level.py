@@ -26,7 +26,7 @@ from moe_comm.errors import MoeCommError
 from moe_comm.hops import Hop, Lane, Reach, ids_of_rows
 from moe_comm.journey import Journey
 from moe_comm.landing import Arrivals, land
-from moe_comm.metadata import Announced, announce, fixed_sizes, refuse_bad_ids, refuse_different_sizes, rows_by_member
+from moe_comm.metadata import Announced, announce, common_sizes, refuse_bad_ids, refuse_different_sizes, rows_by_member
 from moe_comm.traffic import Leg, note_host_sync
 from moe_kernels import Routing
 from moe_kernels.permute import RowMap, permute, permute_with_probs, row_map, unpermute, unpermute_with_probs
@@ -145,7 +145,7 @@ class TwoLevelDispatcher:
         self._place = rail.rank * node.size + node.rank
         self._ranks = Reach(first_expert=0, experts=self._local, members=world)
         self._nodes = Reach(first_expert=0, experts=self._local * node.size, members=rail.size)
-        self._agreed: set[tuple[int, ...]] = set()  # fixed sizes that all ranks were seen to share
+        self._agreed: set[tuple[int, ...]] = set()  # sizes that all ranks were seen to share
 
     def plan(self, routing: Routing, sizing: Sizing = EXACT) -> TwoLevelPlan:
         """Tell every rank the sizes of this one's routing, and lay out the way.
@@ -159,12 +159,12 @@ class TwoLevelDispatcher:
         check_routing(routing, sizing, num_experts=self.num_experts, capabilities=self.capabilities)
         num_tokens, num_choices = routing.ids_TK.shape
         is_fixed = sizing.capacity_rows is not None
-        sizes = fixed_sizes(sizing, num_tokens, num_choices)
-        is_new = is_fixed and tuple(sizes.values()) not in self._agreed
-        if is_fixed and not is_new:
+        sizes = common_sizes(sizing, num_tokens, num_choices)
+        is_known = is_fixed and tuple(sizes.values()) in self._agreed
+        if is_known:
             check_most_tokens(routing, sizing)
         # Where there are too many tokens here, all ranks have to hear of it first.
-        padded_tokens = max(num_tokens, sizes.get("most_tokens", 0))
+        padded_tokens = max(num_tokens, sizes["most_tokens"])
         lane_size = max(1, -(-padded_tokens // self.lanes))
         if is_fixed:
             padded_tokens = lane_size * self.lanes
@@ -177,14 +177,14 @@ class TwoLevelDispatcher:
         rows_ln = self._rows_by(self._nodes, ids_TK, lane_size) if by_node else rows_lw[:, :0]
         chosen = replace(routing, ids_TK=ids_TK).counts_E()
         told = announce(self._block, bad_id, chosen, rows_lw, rows_ln, num_tokens, sizes)
-        if is_new:
-            refuse_different_sizes(told, self._block, sizes)
+        if not is_known:
+            note_host_sync()
+            on_host = told.on_host()
+            refuse_different_sizes(on_host, self._block, sizes)
             self._agreed.add(tuple(sizes.values()))
 
         chosen_E = told.counts_BE[:, self._place * self._local :][:, : self._local].sum(0)
         if sizing.capacity_rows is None:
-            note_host_sync()
-            on_host = told.on_host()
             refuse_bad_ids(on_host.bad_id_B.tolist(), self._block, self.num_experts)
             lanes = self._exact_lanes(on_host)
             here = on_host.counts_BE[:, self._place * self._local :][:, : self._local].sum(0)
