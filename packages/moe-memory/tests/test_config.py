@@ -15,6 +15,7 @@ WRONG = {
     "beta2": [-0.1, 1.0, nan],
     "eps": [0.0, -1e-8, inf, nan],
     "weight_decay": [-0.1, inf, nan],
+    "offload_fraction": [-0.1, 1.1, nan],
     "max_grad_norm": [0.0, -1.0, inf, nan],
 }
 
@@ -25,7 +26,7 @@ def test_defaults_are_right():
 
 
 def test_every_number_has_a_rule():
-    assert set(WRONG) == {field.name for field in fields(OptimConfig)} - {"schedule"}
+    assert set(WRONG) == {field.name for field in fields(OptimConfig) if field.type in (int, float, float | None)}
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
@@ -34,6 +35,15 @@ def test_a_wrong_value_is_named(name, value):
     assert problem.key == f"optim.{name}"
     assert problem.value is value
     assert "must" in problem.rule
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("bucket_mib", 0.0), ("bucket_mib", inf), ("shard_replicas", 0), ("prefetch_units", -1)],
+)
+def test_a_wrong_value_of_memory_is_named(name, value):
+    (problem,) = MemoryConfig(**{name: value}).problems()
+    assert (problem.key, problem.value) == (f"memory.{name}", value)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch import nn
 from moe_memory import Fsdp, OptimConfig, Zero1
 from moe_memory.data_parallel.bucket import BucketKey
 from moe_memory.data_parallel.partial import sum_partial
+from moe_memory.optim.rules import update_rule
 from moe_memory.testing.reference import CONFIG, KEEP_INTERNAL, step_tokens
 from moe_memory.testing.session import Session, assembled, copied
 from moe_parallel import AxisGroups, ParallelLayout, ParameterKind, ShardSpec, local_box, run_distributed
@@ -157,7 +158,8 @@ def test_sums_are_in_place_and_the_same_on_all_ranks(limit_bytes):
 def test_only_ranks_outside_the_replicas_hold_copies(kind, placements, grad_sum_axes, copies, summed, rank):
     groups = SimpleNamespace(size=lambda axis: 1 if axis == "ep" else 2, rank=lambda axis: 0 if axis == "ep" else rank)
     spec = ShardSpec(name="x", shape=(4,), kind=kind, placements=placements, grad_sum_axes=grad_sum_axes)
-    key = BucketKey.of(spec, groups, decayed=True, compute_dtype=torch.float32)
+    rule = update_rule(OptimConfig(), spec, torch.float32)
+    key = BucketKey.of(spec, groups, rule=rule, compute_dtype=torch.float32)
     assert (key.copy_axes, key.sum_axes, key.counted) == (copies, summed, not copies or rank == 0)
 
 

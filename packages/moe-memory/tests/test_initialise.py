@@ -8,9 +8,22 @@ import pytest
 import torch
 from torch import nn
 
-from moe_memory import MoeMemoryError, constant, draw, normal, ones, zeros
+from moe_memory import Fsdp, MoeMemoryError, OptimConfig, Zero1, constant, draw, normal, ones, zeros
 from moe_memory.initialise import initialise
-from moe_parallel import AxisGroups, Box, ParameterKind, ShardSpec, local_box
+from moe_memory.testing.session import assembled, copied
+from moe_parallel import (
+    AxisGroups,
+    Box,
+    ParallelLayout,
+    ParallelPlan,
+    ParameterKind,
+    PlanRule,
+    ShardSpec,
+    apply_plan,
+    local_box,
+    run_distributed,
+    without_storage,
+)
 
 SHAPES = {"embedding": (40, 16), "w1": (6, 16, 24), "w2": (6, 24, 16), "norm": (16,), "scale": (), "bias": (6, 24)}
 EXPERTS = ("w1", "w2", "bias")
@@ -274,3 +287,47 @@ def test_a_rule_that_leaves_values_is_seen_in_poisoned_memory(poisoned):
     values = initialised({"x": (4,)}, [("*", lambda unit, generator: unit[:2].zero_())])["x"]
     assert values[:2].tolist() == [0, 0]
     assert values[2:].isnan().all()
+
+
+class Stack(nn.Module):
+    """Layers that can be called, of which a rank has parts of every kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 20) for _ in range(3))
+        self.experts = nn.ModuleList([nn.Bilinear(8, 6, 4, bias=False)])
+        self.norm = nn.LayerNorm(7)
+
+    def forward(self):
+        raise NotImplementedError
+
+
+RULES_OF_STACK = (
+    PlanRule(pattern="layers.*.weight", placements=(("tp", 0),)),
+    PlanRule(pattern="layers.*.bias", placements=(("tp", 0),)),
+    PlanRule(pattern="experts.*", kind=ParameterKind.EXPERT, placements=(("ep", 0), ("etp", 2))),
+    PlanRule(pattern="norm.*"),
+)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("engine_type", [Zero1, Fsdp])
+def test_r095_a_model_made_without_storage_starts_the_same_in_every_layout_and_engine(engine_type):
+    """Made on the meta device, drawn in parts, given to an engine: master weights are those of one process."""
+
+    def work(groups):
+        with without_storage():
+            model = Stack().to(torch.bfloat16)
+        specs = apply_plan(model, ParallelPlan(parameters=RULES_OF_STACK), groups, device=torch.device("cpu"))
+        rules = [("norm.*", ones()), ("*", normal(0.02))]
+        initialise(model, specs, rules, seed=3, groups=groups)
+        engine = engine_type(OptimConfig(), groups, compute_dtype=torch.bfloat16, keep_internal=["norm.*"])
+        engine.wrap(model, specs)
+        return copied(part for part in engine.state_tensors() if part.name.startswith("master/"))
+
+    expected = assembled([work(AxisGroups())], "one process")
+    for layout in (ParallelLayout(world=2, tp=2, ep=2), ParallelLayout(world=4), ParallelLayout(world=4, tp=2, etp=2)):
+        found = assembled(run_distributed(layout, work), str(layout))
+        assert set(found) == set(expected)
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), name

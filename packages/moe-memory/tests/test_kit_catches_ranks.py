@@ -185,9 +185,9 @@ class LosesTheExpertsMoments(Zero1):
 
     def load_finished(self, values):
         super().load_finished(values)
-        for bucket in self._buckets:
-            if bucket.key.kind.value == "expert":
-                self._slots[id(bucket)]["exp_avg"][0].zero_()
+        for part in self.state_tensors():
+            if part.name.startswith("exp_avg/") and ".experts." in part.name:
+                part.tensor.zero_()
 
 
 class CountsUpdatesPerRank(Zero1):

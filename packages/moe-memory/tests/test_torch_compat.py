@@ -2,7 +2,7 @@
 
 import torch
 
-from moe_memory._torch_compat import write_count
+from moe_memory._torch_compat import in_backward, write_count
 
 
 def test_write_count_sees_writes_through_views_and_not_those_of_data_aliases():
@@ -27,3 +27,22 @@ def test_autograd_writes_into_an_alias_that_is_the_gradient():
     assert parameter.grad is gradient
     assert write_count(gradient) > before
     assert bucket.tolist() == [0, 0, 3, 3]
+
+
+def test_a_forward_inside_a_backward_is_known():
+    seen = []
+
+    class Watch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen.append(in_backward())
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(in_backward())
+            return gradient
+
+    Watch.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    assert seen == [False, True]
+    assert not in_backward()

@@ -3,6 +3,8 @@
 Shape legend: R rows, E experts here, D model, F features of an expert.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -14,6 +16,25 @@ from moe_kernels.grouped_gemm import GroupedGemm, grouped_gemm
 from moe_kernels.implementation import uses_triton
 
 ProbsOn = Literal["activation", "output", "input"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertActivations:
+    """What lies between the rows of the experts and what they return, all of it read again in the backward only.
+
+    Attributes:
+        rows_RD, h_RF2, a_RF: what the first product, the activation and the second product read.
+        y_RD: what the second product returned; with its gradient the backward of all of them begins.
+        again: with `kept` returns `a_RF` anew, without gradient.
+        kept: h_RF2 and what else the activation read.
+    """
+
+    rows_RD: Tensor
+    h_RF2: Tensor
+    a_RF: Tensor
+    y_RD: Tensor
+    again: Callable[..., Tensor]
+    kept: tuple[Tensor, ...]
 
 
 class ExpertCompute(Protocol):
@@ -41,6 +62,7 @@ class GroupedExperts(nn.Module):
             linear without bias; `activation` keeps least for the backward pass. `input` scales x before W1, which is
             another function.
         backend: computes the grouped products.
+        consumed: told of the activations of a forward, which need not be kept until their backward.
         dtype, device: of the parameters.
     """
 
@@ -53,6 +75,7 @@ class GroupedExperts(nn.Module):
         activation: Activation = "silu",
         probs_on: ProbsOn = "activation",
         backend: GroupedGemm,
+        consumed: Callable[[ExpertActivations], None] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -60,6 +83,7 @@ class GroupedExperts(nn.Module):
         self.activation: Activation = activation
         self.probs_on: ProbsOn = probs_on
         self.backend = backend
+        self.consumed = consumed
         w1_ED2F = torch.empty(num_experts, model_features, 2, expert_features, dtype=dtype, device=device)
         w2_EFD = torch.empty(num_experts, expert_features, model_features, dtype=dtype, device=device)
         self.w1_ED2F = nn.Parameter(w1_ED2F)
@@ -76,7 +100,18 @@ class GroupedExperts(nn.Module):
         num_rows = offsets_E[-1:] if uses_triton(h_RF2) else None
         a_RF = gated_activation(h_RF2, weight_R, self.activation, rows=num_rows)
         y_RD = grouped_gemm(a_RF, self.w2_EFD, offsets_E, self.backend)
+        if self.consumed is not None:
+            kept = tuple(tensor for tensor in (h_RF2, weight_R, num_rows) if tensor is not None)
+            found = ExpertActivations(
+                rows_RD=rows_RD, h_RF2=h_RF2, a_RF=a_RF, y_RD=y_RD, again=self._activated, kept=kept
+            )
+            self.consumed(found)
         return _scaled(y_RD, probs_R) if self.probs_on == "output" else y_RD
+
+    def _activated(self, h_RF2: Tensor, *rest: Tensor) -> Tensor:
+        left = list(rest)
+        weight_R = left.pop(0) if self.probs_on == "activation" else None
+        return gated_activation(h_RF2, weight_R, self.activation, rows=left.pop() if left else None)
 
     def extra_repr(self) -> str:
         experts, model, _, features = self.w1_ED2F.shape

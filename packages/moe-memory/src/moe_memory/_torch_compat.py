@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -14,6 +15,11 @@ def write_count(tensor: Tensor) -> int:
     `tensor.data` is the same memory with a count of its own.
     """
     return tensor._version
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward, as a forward does that is repeated inside one."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def import_compiler() -> None:

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from moe_memory._torch_compat import observe_results
 from moe_memory.errors import MoeMemoryError
+from moe_memory.storage import ignore_sizes, observe_sizes
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -26,12 +27,13 @@ class SavedBytes:
     """Counts what autograd saves while the context is open.
 
     Each storage counts once, whole, whatever views of it are saved; storages of `exclude` (the parameters, which live
-    anyway) do not count. Saved-tensor hooks see neither what torch's selective checkpointing caches nor what a `Replay`
-    remembers. Nothing lives longer than without it; opening it again starts from zero.
+    anyway) do not count, nor does what `moe_memory.storage` frees. Saved-tensor hooks see neither what torch's
+    selective checkpointing caches nor what a `Replay` remembers. Nothing lives longer than without it; opening it again
+    starts from zero.
 
     Attributes:
-        total_bytes: of all storages saved so far.
-        num_storages: their number.
+        total_bytes: of all storages saved so far and not freed.
+        num_storages: the number of all that were saved.
     """
 
     def __init__(self, exclude: Iterable[Tensor] = ()) -> None:
@@ -43,6 +45,7 @@ class SavedBytes:
     def __enter__(self) -> "SavedBytes":
         self._seen = WeakSet(self._excluded)
         self.total_bytes = self.num_storages = 0
+        observe_sizes(self)
         self._hooks.__enter__()
         return self
 
@@ -50,6 +53,12 @@ class SavedBytes:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hooks.__exit__(kind, error, trace)
+        ignore_sizes(self)
+
+    def resized(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        """See `StorageObserver`. What is filled again is so in a backward, and no longer kept for one."""
+        if storage in self._seen and storage not in self._excluded:
+            self.total_bytes -= max(storage.nbytes() - size_bytes, 0)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -66,7 +75,7 @@ class LiveBytes:
 
     A storage counts, whole, from the first operator inside the context that returns a tensor of it until it is freed,
     inside or later. Memory that a kernel takes for itself while it runs is not seen, nor is a storage that is resized
-    in place. What is done in other threads is not seen either; on a CPU autograd has none.
+    by others than `moe_memory.storage`. What is done in other threads is not seen either; on a CPU autograd has none.
 
     Args:
         also: tensors that live already and count from the start.
@@ -80,6 +89,8 @@ class LiveBytes:
         self.live_bytes = self.peak_bytes = 0
         # A storage is known by its number while it lives; the reference says when it no longer does.
         self._known: dict[int, ref[torch.UntypedStorage]] = {}
+        self._sizes: dict[int, int] = {}
+        observe_sizes(self)
         self._mode = observe_results(self._count)
         self._count(list(also))
 
@@ -104,17 +115,25 @@ class LiveBytes:
                 self._count(part)
 
     def _take(self, storage: torch.UntypedStorage) -> None:
-        number, size = id(storage), storage.nbytes()
+        number = id(storage)
         if number in self._known:
             return
 
         def freed(_: object) -> None:
             del self._known[number]
-            self.live_bytes -= size
+            self.live_bytes -= self._sizes.pop(number)
 
         self._known[number] = ref(storage, freed)
-        self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._sizes[number] = 0
+        self.resized(storage, storage.nbytes())
+
+    def resized(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        """See `StorageObserver`."""
+        number = id(storage)
+        if number in self._known:
+            self.live_bytes += size_bytes - self._sizes[number]
+            self._sizes[number] = size_bytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
 class PeakMemory:

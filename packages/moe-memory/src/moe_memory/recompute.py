@@ -1,19 +1,25 @@
 """Recompute: keep the input of a unit, run its forward again in the backward pass, and repeat its decisions.
 
+A model names its units and says what they read and make; which of them are recomputed, and how, is a policy's business.
+
 A unit is a function whose first argument is a `Replay`. What must not be computed twice (the choices of a router, the
 plan of a dispatch) it remembers there in the first pass and recalls in the second, so that a near-tie cannot flip and
 no metadata is exchanged again. What it returns (router statistics) is that of the first pass. Torch's global random
 state is repeated; a generator of its own is not, so a unit remembers what it drew from one, or draws by counter.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_memory.errors import MoeMemoryError
+from moe_memory.recompute_outputs import discard_outputs
+from moe_memory.unit_choice import FULL, entries_of, units_at
 
 T = TypeVar("T")
 
@@ -59,34 +65,113 @@ class Replay:
 class ActivationPolicy(Protocol):
     """What happens to the activations of a unit between its forward and its backward; the seam of the policies.
 
-    Values and gradients are those of the plain call. A policy may call the function again in the backward pass, with
-    the same replay and the random state of the first call; it returns what the first call returned.
+    Values and gradients are those of the plain call. Units are called `layers.3` (a whole layer) or
+    `layers.3.core_attn` (a part of one).
     """
 
     def run(self, unit: str, function: Callable[..., T], replay: Replay, *args: Any) -> T:
-        """Call `function(replay, *args)`; `unit` is the name by which the policy may tell units apart."""
+        """Call `function(replay, *args)`. The policy may call it again in the backward pass, with the same replay and
+        the random state of the first call; it returns what the first call returned."""
+
+    def consumed(
+        self, unit: str, outputs: Sequence[Tensor], before: Tensor, again: Callable[..., Any], *kept: Tensor
+    ) -> None:
+        """Outputs of a unit have been consumed: only the backward of what made `before` of them reads them again.
+
+        That begins with the gradient of `before`, and until then the policy may do without their values. `again(*kept)`
+        returns them anew, in their order and with their strides; it draws no random numbers, and runs without gradient.
+        """
+
+    def idle(self, unit: str, tensors: Sequence[Tensor], before: Tensor) -> None:
+        """Inputs of a unit that nobody reads until the gradient of `before` is there. Units are those of offload."""
+
+    def forward(self) -> AbstractContextManager[object]:
+        """For one forward of a stage on one microbatch: to be entered around each of its layers, one after another."""
 
 
 class _Keep:
     def run(self, unit: str, function: Callable[..., T], replay: Replay, *args: Any) -> T:
         return function(replay, *args)
 
+    def consumed(
+        self, unit: str, outputs: Sequence[Tensor], before: Tensor, again: Callable[..., Any], *kept: Tensor
+    ) -> None:
+        """They stay."""
 
-class _Recompute:
+    def idle(self, unit: str, tensors: Sequence[Tensor], before: Tensor) -> None:
+        """They stay."""
+
+    def forward(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+class UnitRecompute(_Keep):
+    """Recomputes the units of a list, such as `("moe_act", "mlp@layers.0")`; see `moe_memory.unit_choice`."""
+
+    def __init__(self, entries: Sequence[str]) -> None:
+        self._entries = tuple(entries)
+
     def run(self, unit: str, function: Callable[..., T], replay: Replay, *args: Any) -> T:
+        if not self._names(unit):
+            return function(replay, *args)
         result: T = checkpoint(function, replay, *args, use_reentrant=False, preserve_rng_state=True)
         return result
 
+    def consumed(
+        self, unit: str, outputs: Sequence[Tensor], before: Tensor, again: Callable[..., Any], *kept: Tensor
+    ) -> None:
+        if self._names(unit):
+            discard_outputs(outputs, before, again, kept)
+
+    def _names(self, unit: str) -> bool:
+        # A name of two words or less is that of a whole layer.
+        words = unit.split(".", 2)
+        return (words[2] if len(words) == 3 else FULL) in units_at(self._entries, ".".join(words[:2]))
+
 
 KEEP: ActivationPolicy = _Keep()
-RECOMPUTE: ActivationPolicy = _Recompute()
+RECOMPUTE: ActivationPolicy = UnitRecompute((FULL,))
 
 
-def activation_policy(recompute: Literal["none", "full"]) -> ActivationPolicy:
-    """The policy that the configuration names."""
-    return {"none": KEEP, "full": RECOMPUTE}[recompute]
+def activation_policy(recompute: str | Sequence[str]) -> ActivationPolicy:
+    """The policy that `memory.recompute` means."""
+    entries = entries_of(recompute)
+    if not entries:
+        return KEEP
+    return RECOMPUTE if entries == (FULL,) else UnitRecompute(entries)
 
 
 def run_unit(policy: ActivationPolicy, unit: str, function: Callable[..., T], *args: Any) -> T:
     """Run `function(replay, *args)` under a policy, with a replay of its own."""
     return policy.run(unit, function, Replay(), *args)
+
+
+@dataclass(frozen=True)
+class LayerUnits:
+    """The units of one layer, for the modules that it is made of.
+
+    Attributes:
+        policy: of the model.
+        layer: its name, `layers.3` or `mtp.0`.
+    """
+
+    policy: ActivationPolicy = KEEP
+    layer: str = ""
+
+    def run(self, unit: str, function: Callable[..., T], *args: Any, replay: Replay | None = None) -> T:
+        """Call `function(replay, *args)`, a part of the layer; with the replay of the layer, if it decides anything."""
+        return self.policy.run(f"{self.layer}.{unit}", function, replay or Replay(), *args)
+
+    def consumed(
+        self, unit: str, outputs: Sequence[Tensor], before: Tensor, again: Callable[..., Any], *kept: Tensor
+    ) -> None:
+        """See `ActivationPolicy`."""
+        self.policy.consumed(f"{self.layer}.{unit}", outputs, before, again, *kept)
+
+    def idle(self, unit: str, tensors: Sequence[Tensor], before: Tensor) -> None:
+        """See `ActivationPolicy`."""
+        self.policy.idle(f"{self.layer}.{unit}", tensors, before)
+
+
+# Those of a layer that stands alone.
+KEPT_UNITS = LayerUnits()

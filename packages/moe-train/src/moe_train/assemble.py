@@ -19,7 +19,7 @@ from moe_kernels.grouped_gemm import select_grouped_gemm
 from moe_kernels.implementation import choose_implementation
 from moe_memory.data_parallel import DataParallelEngine, build_engine
 from moe_memory.initialise import initialise
-from moe_memory.recompute import activation_policy
+from moe_memory.offload import memory_policy
 from moe_parallel import (
     AttentionCore,
     AxisGroups,
@@ -155,7 +155,7 @@ def assemble(
         dispatcher=build_dispatcher(dispatcher_config(config, groups, dtype), groups, config.model.num_experts),
         sizing=sizing,
         grouped_gemm=select_grouped_gemm(config.kernels.grouped_gemm, dtype, device.type),
-        activations=activation_policy(config.memory.recompute),
+        activations=memory_policy(config.memory, device),
         cross_entropy=target_losses(groups, data.tokenizer.vocab_size),
         dtype=dtype,
     )
@@ -170,7 +170,15 @@ def assemble(
     check_patterns(family.internal_parameters, specs)
     here = [name for name, _ in model.named_parameters()]
     keep_internal = [p for p in family.internal_parameters if any(fnmatchcase(name, p) for name in here)]
-    engine = build_engine(config.memory, config.optim, groups, compute_dtype=dtype, keep_internal=keep_internal)
+    check_patterns([group.pattern for group in config.optim.groups], specs, "in optim.groups")
+    engine = build_engine(
+        config.memory,
+        config.optim,
+        groups,
+        compute_dtype=dtype,
+        keep_internal=keep_internal,
+        seed=config.train.seed,
+    )
     share = Share(rank=groups.rank("dp"), ranks=groups.size("dp"), unit=config.train.balance_sequences)
     costs = family.costs(config.model, data.tokenizer.vocab_size)
     wrapped = engine.wrap(model, {name: specs[name] for name in here})
@@ -196,14 +204,16 @@ def assemble(
     )
 
 
-def check_patterns(patterns: Sequence[str], names: Iterable[str]) -> None:
+def check_patterns(
+    patterns: Sequence[str], names: Iterable[str], place: str = "of parameters in the internal dtype"
+) -> None:
     """Raises:
-    MoeTrainError: a pattern of the family that no parameter of the whole model has.
+    MoeTrainError: a pattern that no parameter of the whole model has; the message says its place.
     """
     names = list(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise MoeTrainError(f"the pattern {pattern!r} of parameters in the internal dtype matches no parameter")
+            raise MoeTrainError(f"the pattern {pattern!r} {place} matches no parameter")
 
 
 def attention_core(parallel: ParallelConfig, groups: Groups) -> AttentionCore:

@@ -1,6 +1,6 @@
 """Small trainings for tests of this package and of plug-ins: real components, steps of milliseconds."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from unittest.mock import patch
@@ -78,14 +78,16 @@ def short_corpus() -> Iterator[None]:
         yield
 
 
-def small_model(config: DecoderConfig, vocab_size: int, dtype: torch.dtype, recompute: str = "none") -> Decoder:
+def small_model(
+    config: DecoderConfig, vocab_size: int, dtype: torch.dtype, recompute: str | Sequence[str] = "none"
+) -> Decoder:
     """A decoder alone, of one rank, with uninitialised parameters that belong to no engine."""
     parts = ModelParts(
         attention=LocalAttention(),
         dispatcher=LocalDispatcher(config.num_experts),
         sizing=EXACT,
         grouped_gemm=select_grouped_gemm("auto", dtype, "cpu"),
-        activations=activation_policy("full" if recompute == "full" else "none"),
+        activations=activation_policy(recompute),
         cross_entropy=assemble.target_losses(AxisGroups(), vocab_size),
         dtype=dtype,
     )

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations_with_replacement, product
+from math import gcd
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -268,7 +269,17 @@ def _in_float64(config: TrainConfig) -> TrainConfig:
         config,
         memory=replace(config.memory, compute_dtype="float64"),
         kernels=replace(config.kernels, grouped_gemm="loop", implementation="plain"),
-        optim=replace(config.optim, lr=min(config.optim.lr, _LARGEST_LR), eps=1e-8),
+        optim=replace(
+            config.optim,
+            lr=min(config.optim.lr, _LARGEST_LR),
+            eps=1e-8,
+            # Float64 here: fewer bits would turn rounding into differences.
+            master_dtype="float32",
+            gradient_dtype="float32",
+            exp_avg_dtype="float32",
+            exp_avg_sq_dtype="float32",
+            muon=replace(config.optim.muon, dtype="float32"),
+        ),
         train=replace(config.train, threads=1, device="cpu"),
     )
 
@@ -277,7 +288,7 @@ def _run(config: TrainConfig, case: Case, data: Data, steps: int, timeout_s: flo
     config = replace(
         config,
         parallel=case.parallel,
-        memory=replace(config.memory, data_parallel=case.engine),
+        memory=replace(config.memory, data_parallel=case.engine, shard_replicas=_run_of_replicas(config, case)),
         train=replace(config.train, microbatch_sequences=case.microbatch_sequences),
     )
 
@@ -291,6 +302,12 @@ def _run(config: TrainConfig, case: Case, data: Data, steps: int, timeout_s: flo
     gradients = _joined(part for _, parts, _ in ranks for part in parts)
     state = _joined(part for _, _, parts in ranks for part in parts)
     return _Run(losses, gradients, state)
+
+
+def _run_of_replicas(config: TrainConfig, case: Case) -> int | None:
+    """As long as the configuration says where that divides the replicas."""
+    size = config.memory.shard_replicas
+    return None if size is None else gcd(size, case.layout.cp * case.layout.dp)
 
 
 @dataclass(frozen=True)

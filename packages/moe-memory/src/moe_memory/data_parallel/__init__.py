@@ -1,6 +1,7 @@
 """Data-parallel engines behind one seam."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ def build_engine(
     compute_dtype: torch.dtype,
     keep_internal: Sequence[str] = (),
     decayed: Callable[[ShardSpec], bool] = is_decayed,
+    seed: int = 0,
 ) -> DataParallelEngine:
     """The engine that the configuration names; the arguments are those of `ShardedEngine`."""
     engine: type[ShardedEngine]
@@ -29,4 +31,17 @@ def build_engine(
         engine = Fsdp
     else:
         engine = Zero1
-    return engine(optim, groups, compute_dtype=compute_dtype, keep_internal=keep_internal, decayed=decayed)
+    options: dict[str, Any] = {}
+    if engine is not Zero1:
+        options = {"reshard": memory.reshard, "prefetch_units": memory.prefetch_units}
+    return engine(
+        optim,
+        groups,
+        compute_dtype=compute_dtype,
+        keep_internal=keep_internal,
+        decayed=decayed,
+        seed=seed,
+        bucket_bytes=round(memory.bucket_mib * 2**20),
+        shard_replicas=memory.shard_replicas,
+        **options,
+    )

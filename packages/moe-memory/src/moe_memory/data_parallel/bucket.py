@@ -5,18 +5,26 @@ Shape legend: R ranks, S elements of a section.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from moe_kernels import internal_dtype
 from moe_memory._torch_compat import write_count
-from moe_memory.data_parallel.sections import BucketLayout, owned, shard_box
-from moe_parallel import Box, Groups, ParameterKind, Pending, ShardSpec, all_gather, counts_here, reduce_scatter
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from moe_memory.data_parallel.replicas import Replicas
+from moe_memory.data_parallel.sections import BucketLayout, owned
+from moe_memory.optim.blocks import block_dim
+from moe_memory.optim.rules import UpdateRule
+from moe_parallel import (
+    Box,
+    Groups,
+    ParameterKind,
+    Pending,
+    ShardSpec,
+    all_gather,
+    all_reduce,
+    counts_here,
+    reduce_scatter,
+)
 
 
 @dataclass(frozen=True)
@@ -27,28 +35,38 @@ class BucketKey:
     they hold: so that copies are reduced in the same order and stay equal, and a bucket is summed as a whole.
 
     Attributes:
+        rule: how they are updated.
         copy_axes: axes besides the replica axes of the kind over which several ranks hold the same part.
         sum_axes: those of them over which gradients are partial and must be summed.
-        counted: whether this rank counts the part (`moe_parallel.counts_here`); it follows from `copy_axes`.
+        counted: whether this rank counts the part: `moe_parallel.counts_here`, which follows from `copy_axes`, and
+            among several runs of replicas the first (`Replicas`).
     """
 
     kind: ParameterKind
-    decayed: bool
+    rule: UpdateRule
     compute_dtype: torch.dtype
     copy_axes: tuple[str, ...]
     sum_axes: tuple[str, ...]
     counted: bool
 
     @classmethod
-    def of(cls, spec: ShardSpec, groups: Groups, *, decayed: bool, compute_dtype: torch.dtype) -> "BucketKey":
+    def of(
+        cls,
+        spec: ShardSpec,
+        groups: Groups,
+        *,
+        rule: UpdateRule,
+        compute_dtype: torch.dtype,
+        is_first_copy: bool = True,
+    ) -> "BucketKey":
         copy_axes = tuple(axis for axis in spec.copy_axes if groups.size(axis) > 1)
         return cls(
             kind=spec.kind,
-            decayed=decayed,
+            rule=rule,
             compute_dtype=compute_dtype,
             copy_axes=copy_axes,
             sum_axes=tuple(axis for axis in copy_axes if axis in spec.grad_sum_axes),
-            counted=counts_here(spec, groups),
+            counted=counts_here(spec, groups) and is_first_copy,
         )
 
 
@@ -61,35 +79,51 @@ class Bucket:
 
     Args:
         parameters: what this rank holds, by global name; replicated over the group.
-        group: over which gradients are summed and the rest is sharded; None for one rank.
+        specs: of them at least.
+        replicas: over which gradients are summed and the rest is sharded.
 
     Attributes:
         master: master weights [S].
         grad: gradients of whole parameters, of this rank's tokens.
-        reduced: gradients [S] summed over the group, once `finish_reduction` has returned.
+        reduced: gradients [S] summed over the replicas, once `finish_reduction` has returned.
         compute: weights of whole parameters in the compute dtype.
     """
 
-    def __init__(self, key: BucketKey, parameters: Mapping[str, nn.Parameter], group: "ProcessGroup | None") -> None:
+    def __init__(
+        self,
+        key: BucketKey,
+        parameters: Mapping[str, nn.Parameter],
+        specs: Mapping[str, ShardSpec],
+        replicas: Replicas,
+    ) -> None:
+        group = replicas.shard
         self.key = key
         self.parameters = dict(parameters)
         self.rank, self.ranks = (0, 1) if group is None else (group.rank(), group.size())
         self._group = group
-        self._layout = BucketLayout({name: tuple(p.shape) for name, p in parameters.items()}, self.ranks)
-        dtype = internal_dtype(key.compute_dtype)
+        self._copies = replicas.copy
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        dims = {name: block_dim(specs[name]) for name in parameters} if key.rule.has_blocks else {}
+        blocks = {name: dim for name, dim in dims.items() if dim is not None}
+        self._layout = BucketLayout(shapes, self.ranks, blocks)
         device = next(iter(parameters.values())).device
-        self.master = torch.zeros(self._layout.section_elements, dtype=dtype, device=device)
-        self.grad = torch.zeros(self._layout.whole_elements, dtype=dtype, device=device)
+        self.master = torch.zeros(self._layout.section_elements, dtype=key.rule.master, device=device)
+        self.grad = torch.zeros(self._layout.whole_elements, dtype=key.rule.gradient, device=device)
         self.compute = self.master
-        if key.compute_dtype != dtype or group is not None:
+        if key.compute_dtype != key.rule.master or group is not None:
             self.compute = torch.zeros_like(self.grad, dtype=key.compute_dtype)
         for name, parameter in parameters.items():
-            box = shard_box(parameter.shape, self.ranks, self.rank)
+            box = self._layout.box(name, self.rank)
             index = tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
             self.part([self.master], name).copy_(parameter.detach()[index])
             self._whole(self.compute, name).copy_(parameter.detach())
             parameter.data = self._whole(self.compute, name)
+        if self._copies is not None:
+            if not replicas.is_first_copy:
+                self.master.zero_()
+            all_reduce(self.master, self._copies).wait()  # what the first has
         self._reduction: Pending[Tensor] | None = None
+        self._sum: Pending[Tensor] | None = None
         self._gather: Pending[Tensor] | None = None
         # `.data` gives each view a count of writes of its own: it tells whether a backward has added to it.
         self._grad_views = {name: self._whole(self.grad, name).data for name in parameters}
@@ -104,6 +138,10 @@ class Bucket:
     def late(self) -> bool:
         return self._group is not None
 
+    @property
+    def masters_may_leave(self) -> bool:
+        return self.compute is not self.master
+
     def masters(self) -> Sequence[tuple[Tensor, BucketKey]]:
         return [(self.master, self.key)]
 
@@ -111,7 +149,10 @@ class Bucket:
         return [self.reduced]
 
     def box(self, name: str) -> Box | None:
-        return owned(shard_box(self.parameters[name].shape, self.ranks, self.rank), self.rank)
+        return owned(self._layout.box(name, self.rank), self.rank)
+
+    def place(self, name: str) -> tuple[int, int]:
+        return 0, self._layout.start(name)
 
     def part(self, tensors: Sequence[Tensor], name: str) -> Tensor:
         return self._layout.part(tensors[0], name, self.rank)
@@ -127,8 +168,10 @@ class Bucket:
         self._offer(name)
 
     def start_reduction(self) -> None:
-        """Sum gradients over the group, each section on its rank; nothing may be added to them until the next step."""
+        """Sum gradients, each section on its rank; nothing may be added to them until the next step."""
         if self._group is None:
+            if self._copies is not None:
+                self._sum = all_reduce(self.grad, self._copies)
             return
         sections = self.grad
         if not self._layout.same:
@@ -139,21 +182,29 @@ class Bucket:
                 section.copy_(whole)
         self._reduction = reduce_scatter(sections, self._group)
 
-    def finish_reduction(self) -> None:
-        if self._reduction is not None:
-            self.reduced = self._reduction.wait()
+    def continue_reduction(self) -> None:
+        """Sections are summed inside a run of replicas: sum them over the runs."""
+        if self._reduction is not None and self._copies is not None:
+            self._sum = all_reduce(self._reduction.wait(), self._copies)
             self._reduction = None
 
-    def start_refresh(self) -> None:
+    def finish_reduction(self) -> None:
+        self.continue_reduction()
+        pending = self._reduction or self._sum
+        if pending is not None:
+            self.reduced = pending.wait()
+            self._reduction = self._sum = None
+
+    def start_refresh(self, weights: Tensor | None = None) -> None:
         """Bring the compute weights up to the master weights of all ranks."""
         if self._gather is not None:
             self._gather.wait()
         if self._group is not None:
             # A copy in any dtype: the masters may change, by a checkpoint, while it is sent.
-            section_S = self.master.to(self.key.compute_dtype, copy=True)
+            section_S = self.master.to(self.key.compute_dtype, copy=True) if weights is None else weights
             self._gather = all_gather(section_S, self._group, self.compute if self._layout.same else None)
         elif self.compute is not self.master:
-            self.compute.copy_(self.master)
+            self.compute.copy_(self.master if weights is None else weights)
 
     def wait_for_weights(self) -> None:
         if self._gather is None:

@@ -20,7 +20,8 @@ class StateTensor:
             (`moe_parallel.local_box`), cut further by the engine. Parts without elements are left out, except by the
             first of the replicas: it names every parameter it holds, scalars and those that are empty as a whole
             included.
-        tensor: live storage with the shape of the box; writing to it changes the state.
+        tensor: live storage with the shape of the box, until the next call of the engine; writing to it changes the
+            state. It may be in host memory.
         owned: whether this rank answers for the part: who saves or counts takes the owned parts, of which every element
             of the whole is in exactly one over all ranks. Who loads fills all of them; ranks that hold the same part of
             a parameter (`moe_parallel.counts_here`) have a copy each.

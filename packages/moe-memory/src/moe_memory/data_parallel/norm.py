@@ -5,6 +5,7 @@ from math import inf
 import torch
 from torch import Tensor
 
+from moe_kernels import internal_dtype
 from moe_memory.errors import MoeMemoryError
 
 # On a CPU torch adds the squares of a long float32 tensor up in float32: 0.04 % wrong at 10^7 elements, 1 % at 10^8. In
@@ -21,10 +22,11 @@ def power_sum(x: Tensor, order: float) -> Tensor:
     if not order > 0:
         raise MoeMemoryError(f"the order of a gradient norm must be above 0, not {order}")
     flat = x.flatten()
+    dtype = internal_dtype(x.dtype)
     whole = flat.numel() // _ROW_ELEMENTS * _ROW_ELEMENTS
-    norms: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW_ELEMENTS), order, dim=1)
+    norms: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW_ELEMENTS), order, dim=1, dtype=dtype)
     if whole < flat.numel():
-        norms = torch.cat([norms, torch.linalg.vector_norm(flat[whole:], order).view(1)])
+        norms = torch.cat([norms, torch.linalg.vector_norm(flat[whole:], order, dtype=dtype).view(1)])
     norms = norms.double()
     if order < inf:
         return norms.pow(order).sum()

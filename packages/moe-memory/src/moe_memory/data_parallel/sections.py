@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from moe_memory.optim.blocks import BLOCK
 from moe_parallel import Box
 
 K = TypeVar("K")
@@ -22,23 +23,31 @@ K = TypeVar("K")
 _ALIGNMENT = 16
 
 
-def shard_dim(shape: Sequence[int], ranks: int) -> int:
+def shard_dim(shape: Sequence[int], ranks: int, blocks: int | None = None) -> int:
     """The dim along which a parameter is cut: the first that has an entry for every rank, else dim 0.
 
     Experts are few where their replicas are many: one expert on 8 replicas is cut inside.
+
+    Args:
+        blocks: the dim along which blocks lie that must stay whole (`optim.blocks`); it is cut, between blocks, only
+            where no other has an entry for every rank and it has the most.
     """
-    return next((dim for dim, size in enumerate(shape) if size >= ranks), 0)
+    if blocks is None:
+        return next((dim for dim, size in enumerate(shape) if size >= ranks), 0)
+    entries = {dim: -(-size // _unit(dim, blocks)) for dim, size in enumerate(shape)}
+    others = (dim for dim, count in entries.items() if dim != blocks and count >= ranks)
+    return next(others, max(entries, key=lambda dim: entries[dim]))
 
 
-def shard_box(shape: Sequence[int], ranks: int, rank: int, dim: int | None = None) -> Box:
+def shard_box(shape: Sequence[int], ranks: int, rank: int, dim: int | None = None, blocks: int | None = None) -> Box:
     """The part of a rank: equally many entries of the dim to every rank, fewer or none to the last ones.
 
-    The dim is `shard_dim` unless given. A scalar is the first rank's; a box cannot say so, `owns` does.
+    The dim is `shard_dim` unless given. A scalar is the first rank's; a box cannot say so, `owned` does.
     """
     if not shape:
         return Box((), ())
-    dim = shard_dim(shape, ranks) if dim is None else dim
-    size = -(-shape[dim] // ranks)
+    dim = shard_dim(shape, ranks, blocks) if dim is None else dim
+    size = _part_size(shape[dim], ranks, _unit(dim, blocks))
     start = min(rank * size, shape[dim])
     stop = min(start + size, shape[dim])
     offset, part = [0] * len(shape), list(shape)
@@ -83,6 +92,10 @@ def cut(names: Sequence[K], sizes_bytes: Mapping[K, int], limit_bytes: int) -> l
 class BucketLayout:
     """Places of parameters in both orders of a bucket.
 
+    Args:
+        shapes: by name.
+        blocks: by name, the dim of blocks that are not cut.
+
     Attributes:
         whole_elements: length of the whole order.
         section_elements: S. A part takes as much of every section as the largest part of its parameter, so that
@@ -91,8 +104,11 @@ class BucketLayout:
         same: whether both orders are one: at one rank, or of a single parameter that is cut into equal slices.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], ranks: int) -> None:
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], ranks: int, blocks: Mapping[str, int] | None = None
+    ) -> None:
         self.ranks = ranks
+        self._blocks = blocks or {}
         self._shapes = dict(shapes)
         self._whole_starts: dict[str, int] = {}
         self._section_starts: dict[str, int] = {}
@@ -101,11 +117,19 @@ class BucketLayout:
             self._whole_starts[name] = self.whole_elements
             self._section_starts[name] = self.section_elements
             self.whole_elements += _aligned(prod(shape))
-            self.section_elements += _aligned(prod(shard_box(shape, ranks, 0).shape))
+            self.section_elements += _aligned(prod(self.box(name, 0).shape))
         self.padded = ranks * self.section_elements > sum(map(prod, shapes.values()))
-        first = next(iter(shapes.values()))
-        sliced = len(shapes) == 1 and prod(first[: shard_dim(first, ranks)]) == 1
+        name, first = next(iter(shapes.items()))
+        sliced = len(shapes) == 1 and prod(first[: shard_dim(first, ranks, self._blocks.get(name))]) == 1
         self.same = ranks == 1 or (sliced and not self.padded)
+
+    def box(self, name: str, rank: int) -> Box:
+        """The part of a rank."""
+        return shard_box(self._shapes[name], self.ranks, rank, blocks=self._blocks.get(name))
+
+    def start(self, name: str) -> int:
+        """The first element of every part in its section."""
+        return self._section_starts[name]
 
     def whole(self, flat: Tensor, name: str) -> Tensor:
         """A parameter in a tensor in whole order."""
@@ -114,7 +138,7 @@ class BucketLayout:
 
     def part(self, section_S: Tensor, name: str, rank: int) -> Tensor:
         """The part of a rank in its section."""
-        start, shape = self._section_starts[name], shard_box(self._shapes[name], self.ranks, rank).shape
+        start, shape = self._section_starts[name], self.box(name, rank).shape
         return section_S[start : start + prod(shape)].view(shape)
 
     def pairs(self, flat: Tensor, sections_RS: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -124,8 +148,8 @@ class BucketLayout:
             if not shape:
                 yield whole, sections_RS[0, start]
                 continue
-            dim = shard_dim(shape, self.ranks)
-            size = -(-shape[dim] // self.ranks)
+            dim = shard_dim(shape, self.ranks, self._blocks.get(name))
+            size = self.box(name, 0).shape[dim]
             full, rest = divmod(shape[dim], size) if size else (0, 0)
             if full:
                 part = (*shape[:dim], size, *shape[dim + 1 :])
@@ -139,6 +163,15 @@ class BucketLayout:
                     whole.narrow(dim, full * size, rest),
                     sections_RS[full, start : start + prod(part)].view(part),
                 )
+
+
+def _unit(dim: int, blocks: int | None) -> int:
+    """Entries of a dim that stay together."""
+    return BLOCK if dim == blocks else 1
+
+
+def _part_size(entries: int, ranks: int, unit: int) -> int:
+    return -(-entries // (ranks * unit)) * unit
 
 
 def _aligned(elements: int) -> int:

@@ -1,6 +1,7 @@
 """`ShardedEngine`: the seam over stores, each of which keeps some of the parameters; what engines have in common."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
@@ -8,21 +9,24 @@ from math import inf
 import torch
 from torch import Tensor, nn
 
-from moe_kernels import internal_dtype
 from moe_memory.config import OptimConfig
+from moe_memory.copies import CopyEngine
 from moe_memory.data_parallel.bucket import Bucket, BucketKey
 from moe_memory.data_parallel.engine import StateTensor
 from moe_memory.data_parallel.norm import power_sum
 from moe_memory.data_parallel.ownership import StepOrder, check_parameters, updates_from
 from moe_memory.data_parallel.partial import sum_partial
+from moe_memory.data_parallel.replicas import Replicas, replicas_of
 from moe_memory.data_parallel.sections import cut, inside
 from moe_memory.data_parallel.store import Store
 from moe_memory.data_parallel.units import is_called
 from moe_memory.errors import MoeMemoryError
-from moe_memory.optim.adamw import AdamW
+from moe_memory.optim.buffer import Buffer, Part
 from moe_memory.optim.decay import is_decayed
+from moe_memory.optim.optimizer import SLOT_NAMES, Optimizer
+from moe_memory.optim.rules import check_precision, update_rule
 from moe_memory.precision import compute_dtypes
-from moe_parallel import Groups, ParameterKind, ShardSpec, local_box, replica_axes
+from moe_parallel import Groups, ParameterKind, ShardSpec, local_box
 
 
 class ShardedEngine(ABC):
@@ -45,9 +49,13 @@ class ShardedEngine(ABC):
         bucket_bytes: a bucket that is communicated has gradients of at most this size, or one parameter of a quarter of
             it or more; so has a sum of partial gradients. Smaller ones start earlier and spare copies, larger ones are
             fewer collectives.
+        shard_replicas: state is sharded over runs of so many replicas (`replicas_of`); None shards over all.
+        seed: of the run, for stochastic rounding.
+        copies: of state that is offloaded (`optim.offload`), by default the engine of the device.
 
     Raises:
-        MoeMemoryError: a frozen parameter or one that does not fit its spec, a call out of order.
+        MoeMemoryError: dtypes of state without effect, a frozen parameter or one that does not fit its spec, a call out
+            of order.
     """
 
     def __init__(
@@ -59,14 +67,22 @@ class ShardedEngine(ABC):
         keep_internal: Sequence[str] = (),
         decayed: Callable[[ShardSpec], bool] = is_decayed,
         bucket_bytes: int = 64 * 2**20,
+        shard_replicas: int | None = None,
+        seed: int = 0,
+        copies: CopyEngine | None = None,
     ) -> None:
+        check_precision(config, compute_dtype)
         self._config = config
         self._groups = groups
         self._compute_dtype = compute_dtype
         self._keep_internal = keep_internal
         self._decayed = decayed
         self._bucket_bytes = bucket_bytes
+        self._seed = seed
+        self._copies = copies
+        self._shard_replicas = shard_replicas
         self._stores: Sequence[Store] = ()
+        self._reducing: Store | None = None
 
     @abstractmethod
     def _build_stores(
@@ -80,11 +96,18 @@ class ShardedEngine(ABC):
             raise MoeMemoryError("this engine owns a model already; build another engine for another model")
         parameters = dict(model.named_parameters())
         check_parameters(parameters, specs, self._groups)
+        self._replicas = replicas_of(self._groups, self._shard_replicas)
         dtypes = compute_dtypes(parameters, self._compute_dtype, self._keep_internal)
         # In the order of the model, whatever that of the specs.
         self._specs = {name: specs[name] for name in parameters}
         self._keys = {
-            name: BucketKey.of(spec, self._groups, decayed=self._decayed(spec), compute_dtype=dtypes[name])
+            name: BucketKey.of(
+                spec,
+                self._groups,
+                rule=update_rule(self._config, spec, dtypes[name], self._decayed),
+                compute_dtype=dtypes[name],
+                is_first_copy=self._replicas[spec.kind].is_first_copy,
+            )
             for name, spec in self._specs.items()
         }
         readers = _readers(model, parameters)
@@ -108,14 +131,22 @@ class ShardedEngine(ABC):
             for store in _unique(self._store_of[name] for name in names):
                 if not self._order.is_open(store.names):
                     store.start_reduction()
+                    # By the order of the calls and not by what has arrived, so that it is the same on all ranks.
+                    if self._reducing is not None:
+                        self._reducing.continue_reduction()
+                    self._reducing = store
 
     def finish(self) -> None:
         self._require_model()
         self._order.finish()
         for store in self._stores:
+            store.continue_reduction()
+        for store in self._stores:
             store.finish_reduction()
+        self._reducing = None
         gradients = ((gradient, key.sum_axes) for key, gradient in self._gradients())
         sum_partial(gradients, self._groups, limit_bytes=self._bucket_bytes)
+        self._optimizer.prepare(self._flat_gradients())
 
     def gradient_tensors(self) -> Iterator[StateTensor]:
         self._require_finished()
@@ -135,10 +166,17 @@ class ShardedEngine(ABC):
 
     def step(self, learning_rate: float, gradient_factor: Tensor | float) -> None:
         self._require_finished()
-        gradients = [gradient for _, gradient in self._gradients()]
-        for gradient in gradients:
-            gradient.mul_(gradient_factor)
-        self._optimizer.step(learning_rate, gradients, updated=self._updated)
+        gradients = self._flat_gradients()
+        missing = Counter(map(id, self._store_at))
+
+        def updated(index: int, weights: Tensor | None) -> None:
+            """Weights of a store go out as soon as all are updated, while the next ones are."""
+            store = self._store_at[index]
+            missing[id(store)] -= 1
+            if not missing[id(store)]:
+                store.start_refresh(weights)
+
+        self._optimizer.step(learning_rate, gradients, gradient_factor, updated)
         self._begin_step()
 
     def skip(self) -> None:
@@ -152,9 +190,15 @@ class ShardedEngine(ABC):
 
     def state_tensors(self) -> Iterator[StateTensor]:
         self._require_model()
-        for slot in ("master", *AdamW.SLOTS):
-            for name, store in self._in_model_order():
-                yield from self._part(f"{slot}/{name}", name, self._slots[id(store)][slot])
+        parts: dict[str, list[StateTensor]] = {slot: [] for slot in SLOT_NAMES}
+        for name, (index, part) in self._places.items():
+            for slot, shape, box, tensor in self._optimizer.state(index, part):
+                owned = self._keys[name].counted
+                parts[slot].append(
+                    StateTensor(name=f"{slot}/{name}", global_shape=shape, box=box, tensor=tensor, owned=owned)
+                )
+        for found in parts.values():
+            yield from found
 
     def state_values(self) -> dict[str, int | float]:
         self._require_model()
@@ -169,37 +213,48 @@ class ShardedEngine(ABC):
 
     def _build_buckets(self, parameters: Mapping[str, nn.Parameter], keys: Mapping[str, BucketKey]) -> list[Bucket]:
         """Buckets of parameters that behave alike, each in the order of the model."""
-        itemsize = internal_dtype(self._compute_dtype).itemsize
-        sizes = {name: parameter.numel() * itemsize for name, parameter in parameters.items()}
+        sizes = {name: p.numel() * keys[name].rule.gradient.itemsize for name, p in parameters.items()}
         buckets = []
         for key in dict.fromkeys(keys[name] for name in parameters):
-            group = self._groups.group(*replica_axes(key.kind))
+            replicas = self._replicas[key.kind]
             names = [name for name in parameters if keys[name] == key]
             # What is not communicated need not be cut.
-            for part in [names] if group is None else cut(names, sizes, self._bucket_bytes):
-                buckets.append(Bucket(key, {name: parameters[name] for name in part}, group))
+            for part in [names] if replicas == Replicas(None) else cut(names, sizes, self._bucket_bytes):
+                buckets.append(Bucket(key, {name: parameters[name] for name in part}, self._specs, replicas))
         return buckets
 
     def _build_optimizer(self) -> None:
-        masters = [(master, key.decayed) for store in self._stores for master, key in store.masters()]
-        self._nothing = masters[0][0].flatten()[:0]
-        self._optimizer = AdamW(self._config, masters)
-        self._slots: dict[int, dict[str, list[Tensor]]] = {}
-        # The store of which a tensor is the last that is updated.
-        self._complete_at: dict[int, Store] = {}
-        place = 0
+        places: dict[str, tuple[int, Part]] = {}
+        buffers: list[Buffer] = []
+        self._store_at: list[Store] = []
         for store in self._stores:
-            here = [master for master, _ in store.masters()]
-            self._slots[id(store)] = {"master": here} | {
-                slot: [self._optimizer.slot(place + index, slot) for index in range(len(here))] for slot in AdamW.SLOTS
-            }
-            place += len(here)
-            self._complete_at[place - 1] = store
-
-    def _updated(self, index: int) -> None:
-        """Weights of a store go out as soon as they are updated, while the next ones are."""
-        if index in self._complete_at:
-            self._complete_at[index].start_refresh()
+            first = len(buffers)
+            buffers += [
+                Buffer(
+                    weights=master.view(-1),
+                    parts=[],
+                    rule=key.rule,
+                    compute=key.compute_dtype,
+                    may_leave=store.masters_may_leave,
+                )
+                for master, key in store.masters()
+            ]
+            self._store_at += [store] * (len(buffers) - first)
+            for name in store.names:
+                box = store.box(name)
+                if box is not None:
+                    index, start = store.place(name)
+                    spec = self._specs[name]
+                    part = Part(spec=spec, box=inside(local_box(spec, self._groups), box), start=start)
+                    buffers[first + index].parts.append(part)
+                    places[name] = first + index, part
+        self._places = {name: places[name] for name in self._specs if name in places}
+        self._nothing = buffers[0].weights[:0]
+        parameters = [(spec, self._keys[name].rule) for name, spec in self._specs.items()]
+        device = self._nothing.device
+        self._optimizer = Optimizer(
+            self._config, parameters, buffers, self._groups, device, seed=self._seed, copies=self._copies
+        )
 
     def _gradients(self) -> Iterator[tuple[BucketKey, Tensor]]:
         """Tensors of gradients, and what the parameters in each have in common."""
@@ -222,11 +277,17 @@ class ShardedEngine(ABC):
                 owned=self._keys[name].counted,
             )
 
+    def _flat_gradients(self) -> list[Tensor]:
+        return [gradient.reshape(-1) for _, gradient in self._gradients()]
+
     def _refresh(self) -> None:
-        for store in self._stores:
-            store.start_refresh()
+        # Only a store of one master may have it elsewhere.
+        for index, store in {id(store): (index, store) for index, store in enumerate(self._store_at)}.values():
+            with self._optimizer.present(index) as weights:
+                store.start_refresh(weights)
 
     def _begin_step(self) -> None:
+        self._optimizer.drop_gradients()
         for store in self._stores:
             store.clear_gradients()
         self._order.begin()

@@ -32,6 +32,9 @@ class Store(Protocol):
     def box(self, name: str) -> Box | None:
         """This rank's part, in the coordinates of what it holds of the parameter; None where it has nothing to show."""
 
+    def place(self, name: str) -> tuple[int, int]:
+        """Which of the masters has this rank's part of a parameter, and its first element there."""
+
     def part(self, tensors: Sequence[Tensor], name: str) -> Tensor:
         """This rank's part of a parameter, in tensors that are laid out as `masters`."""
 
@@ -44,14 +47,25 @@ class Store(Protocol):
     def start_reduction(self) -> None:
         """The last gradients of the step have been collected."""
 
+    def continue_reduction(self) -> None:
+        """Another store has begun to reduce: begin what comes second, if anything does. Nothing if it has begun."""
+
     def finish_reduction(self) -> None:
         """Wait until gradients are summed over the replicas."""
 
     def clear_gradients(self) -> None:
         """Forget gradients, reduced or not."""
 
-    def start_refresh(self) -> None:
-        """Master weights have changed; from its next call on every module computes with the new ones."""
+    @property
+    def masters_may_leave(self) -> bool:
+        """Whether the model computes with other tensors than the masters, whose memory may be released meanwhile."""
+
+    def start_refresh(self, weights: Tensor | None = None) -> None:
+        """Master weights have changed; from its next call on every module computes with the new ones.
+
+        Args:
+            weights: the only master in the dtype of the model, where it is elsewhere; it may be kept.
+        """
 
     def wait_for_weights(self) -> None:
         """Complete `start_refresh`, before a module with these parameters runs; nearly free where it is complete."""

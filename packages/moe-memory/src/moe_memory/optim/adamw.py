@@ -1,6 +1,6 @@
-"""AdamW over flat buffers."""
+"""AdamW over flat buffers, with weights and moments in dtypes of their own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -9,58 +9,94 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from moe_memory.config import OptimConfig
+from moe_memory.optim.buffer import Buffer, padded_chunk
+from moe_memory.optim.rounding import element_numbers, random_bits, round_to_bfloat16
+from moe_memory.optim.slots import Slot
 
 
 class AdamW:
-    """AdamW (arXiv 1711.05101) with torch's fused kernel; over flat buffers of several parameters.
+    """AdamW (arXiv 1711.05101) with torch's fused kernel.
+
+    Where weights, gradients and moments have the dtype of the arithmetic, a buffer is one call of the kernel. Else
+    chunks of it are brought to that dtype, updated by the same kernel and brought back: nothing is ever whole in it.
 
     Args:
         config: of the optimizer.
-        weights: the buffers, on one device, and whether each is decayed. They stay the caller's and are updated in
-            place.
-
-    Attributes:
-        updates: updates so far; they enter the bias correction.
+        seed: of stochastic rounding.
     """
 
-    SLOTS = ("exp_avg", "exp_avg_sq")
-
-    def __init__(self, config: OptimConfig, weights: Sequence[tuple[Tensor, bool]]) -> None:
-        self.updates = 0
+    def __init__(self, config: OptimConfig, seed: int = 0) -> None:
         self._config = config
-        self._weights = list(weights)
-        self._moments = {slot: [torch.zeros_like(weight) for weight, _ in weights] for slot in self.SLOTS}
-        self._count = torch.zeros((), dtype=torch.float32, device=weights[0][0].device)
-
-    def slot(self, index: int, name: str) -> Tensor:
-        """The live moment of a buffer, in its shape and dtype; `name` is one of `SLOTS`."""
-        return self._moments[name][index]
+        self._seed = seed
 
     @torch.no_grad()
-    def step(
+    def update(
         self,
+        buffer: Buffer,
+        slots: Sequence[Slot],
+        gradient: Tensor,
+        *,
         learning_rate: float,
-        gradients: Sequence[Tensor],
-        updated: Callable[[int], None] = lambda index: None,
+        gradient_factor: Tensor | float,
+        updates: int,
     ) -> None:
-        """One update of every buffer with the gradient of the same index; each index is told when its is made."""
+        """One update of a buffer.
+
+        Args:
+            gradient: laid out as the weights; may be changed.
+            gradient_factor: the gradient is multiplied by it.
+            updates: so far; they enter the bias correction.
+        """
+        rule = buffer.rule
+        if rule.is_plain:
+            gradient.mul_(gradient_factor)
+            self._kernel(buffer, buffer.weights, gradient, [slot.values for slot in slots], learning_rate, updates)
+            return
+        rounded = torch.bfloat16 in (rule.master, *(dtype for _, dtype in rule.slots))
+        for chunk in buffer.chunks():
+            stored = chunk.of(buffer.weights)
+            bits = None
+            if rounded:
+                whole = chunk.part.spec.shape
+                number = element_numbers(chunk.part.box, whole, chunk.start, chunk.stop, stored.device)
+                bits = random_bits(self._seed, updates, chunk.part.name, number)
+            weight = padded_chunk(stored, rule.internal)
+            moments = [slot.read(chunk, rule.internal) for slot in slots]
+            scaled = padded_chunk(chunk.of(gradient), rule.internal).mul_(gradient_factor)
+            self._kernel(buffer, weight, scaled, moments, learning_rate, updates)
+            for slot, values in zip(slots, moments, strict=True):
+                slot.write(chunk, values, bits)
+            weight = weight[: stored.numel()]
+            if rule.master == torch.bfloat16:
+                assert bits is not None
+                weight = round_to_bfloat16(weight, bits, "master")
+            stored.copy_(weight)
+
+    def _kernel(
+        self,
+        buffer: Buffer,
+        weight: Tensor,
+        gradient: Tensor,
+        moments: Sequence[Tensor],
+        learning_rate: float,
+        updates: int,
+    ) -> None:
         config = self._config
-        for index, ((weight, decayed), gradient) in enumerate(zip(self._weights, gradients, strict=True)):
-            adamw(
-                [weight],
-                [gradient],
-                [self.slot(index, "exp_avg")],
-                [self.slot(index, "exp_avg_sq")],
-                [],
-                [self._count.fill_(self.updates)],  # the kernel counts it up
-                fused=True,
-                amsgrad=False,
-                maximize=False,
-                lr=learning_rate,
-                beta1=config.beta1,
-                beta2=config.beta2,
-                eps=config.eps,
-                weight_decay=config.weight_decay if decayed else 0.0,
-            )
-            updated(index)
-        self.updates += 1
+        exp_avg, exp_avg_sq = moments
+        adamw(
+            [weight],
+            [gradient],
+            [exp_avg],
+            [exp_avg_sq],
+            [],
+            # The kernel counts it up.
+            [torch.full((), updates, dtype=torch.float32, device=weight.device)],
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            lr=learning_rate * buffer.rule.lr_scale,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            eps=config.eps,
+            weight_decay=buffer.rule.weight_decay,
+        )

@@ -21,7 +21,7 @@ from moe_memory.config import OptimConfig
 from moe_memory.data_parallel.engine import DataParallelEngine
 from moe_memory.data_parallel.norm import clip_factor
 from moe_memory.testing.model import SmallMoE, is_expert
-from moe_memory.testing.reference import CONFIG, KEEP_INTERNAL, SLOTS, PlainLoop, step_tokens
+from moe_memory.testing.reference import CONFIG, KEEP_INTERNAL, PlainLoop, step_tokens
 from moe_memory.testing.session import Session
 from moe_memory.testing.verdict import (
     absolute_values,
@@ -42,12 +42,14 @@ class DataParallelConformance(ABC):
     """Subclass it, build the engine, and let pytest collect the subclass.
 
     Attributes:
+        config: of the optimizer.
         exact: steps are bit-equal to a plain loop over whole vectors of 64 bytes. An engine that adds in another order,
             or updates parameters that do not fill their last vector, sets it to False and is judged in float64, within
             1e-12.
     """
 
     exact: bool = True
+    config: OptimConfig = CONFIG
 
     @abstractmethod
     def build(
@@ -68,7 +70,7 @@ class DataParallelConformance(ABC):
         with poisoned_memory():
             for dtype in dtypes:
                 session = self._start(dtype, seed=2)
-                plain = PlainLoop(SmallMoE(dtype, seed=2), CONFIG)
+                plain = PlainLoop(SmallMoE(dtype, seed=2), self.config)
                 for number in range(4):
                     rate, factor = 0.02 / (number + 1), torch.tensor(1.0)
                     session.accumulate(step_tokens(number))
@@ -87,7 +89,7 @@ class DataParallelConformance(ABC):
                 session.accumulate(step_tokens(number))
                 session.engine.step(0.02, 1.0)
             after = masters_of(session.engine)
-            factor = (1 - 0.02 * CONFIG.weight_decay) ** 2
+            factor = (1 - 0.02 * self.config.weight_decay) ** 2
             w1, b1 = "layers.1.experts.w1_EDF", "layers.1.experts.b1_EF"
             for name, expected in ((w1, before[w1][-1] * factor), (b1, before[b1][-1])):
                 difference = (after[name][-1] - expected).abs().max()
@@ -99,7 +101,7 @@ class DataParallelConformance(ABC):
             for dtype in (torch.float32, torch.float64):
                 session = self._start(dtype, seed=4)
                 session.accumulate(step_tokens(7))
-                gradients = PlainLoop(SmallMoE(dtype, seed=4), CONFIG).gradients(step_tokens(7))
+                gradients = PlainLoop(SmallMoE(dtype, seed=4), self.config).gradients(step_tokens(7))
                 tolerance = 1e-5 if dtype == torch.float32 else 1e-12
                 for order in (1.0, 2.0, inf):
                     parts = session.engine.norm_parts(order)
@@ -125,7 +127,7 @@ class DataParallelConformance(ABC):
                 require([f"master/{name}" for name in found] == [part.name for part in masters], f"names {list(found)}")
                 for gradient, master in zip(found.values(), masters, strict=True):
                     require(gradient.box == master.box, f"{gradient.name}: box {gradient.box}, state {master.box}")
-                plain = PlainLoop(SmallMoE(dtype, seed=12), CONFIG).gradients(step_tokens(8))
+                plain = PlainLoop(SmallMoE(dtype, seed=12), self.config).gradients(step_tokens(8))
                 gradients = {name: part.tensor for name, part in found.items()}
                 same_tables(gradients, plain, f"gradients, {dtype}", exact=self.exact)
 
@@ -181,9 +183,8 @@ class DataParallelConformance(ABC):
             require(
                 [part.name for part in session.engine.state_tensors()] == names, "the order of the state is not fixed"
             )
-            shapes = {
-                f"{slot}/{name}": tuple(p.shape) for slot in SLOTS for name, p in session.model.named_parameters()
-            }
+            plain = PlainLoop(SmallMoE(torch.bfloat16, seed=7), self.config)
+            shapes = {name: tuple(tensor.shape) for name, tensor in plain.state().items()}
             require(set(names) == set(shapes), f"the state has {sorted(names)}, expected {sorted(shapes)}")
             held: Counter[str] = Counter()
             for part in parts:
@@ -212,7 +213,7 @@ class DataParallelConformance(ABC):
 
     def test_calls_out_of_order_are_errors(self) -> None:
         with poisoned_memory():
-            engine = self.build(CONFIG, AxisGroups(), compute_dtype=torch.float32, keep_internal=KEEP_INTERNAL)
+            engine = self.build(self.config, AxisGroups(), compute_dtype=torch.float32, keep_internal=KEEP_INTERNAL)
             for call in (engine.finish, engine.synchronize, lambda: list(engine.state_tensors())):
                 refused("wrap", call)
             session = Session(engine, AxisGroups(), torch.float32, seed=9)
@@ -231,7 +232,7 @@ class DataParallelConformance(ABC):
 
     def test_a_model_that_does_not_fit_its_specs_is_refused(self) -> None:
         def attempt(mentions: str, specs: Mapping[str, ShardSpec], keep_internal: Sequence[str] = ()) -> None:
-            engine = self.build(CONFIG, AxisGroups(), compute_dtype=torch.float32, keep_internal=keep_internal)
+            engine = self.build(self.config, AxisGroups(), compute_dtype=torch.float32, keep_internal=keep_internal)
             refused(mentions, engine.wrap, SmallMoE(torch.float32, seed=10), specs)
 
         specs = SmallMoE(torch.float32, seed=10).specs
@@ -266,7 +267,7 @@ class DataParallelConformance(ABC):
             refused("finish", call)
 
     def _start(self, dtype: torch.dtype, *, seed: int) -> Session:
-        engine = self.build(CONFIG, AxisGroups(), compute_dtype=dtype, keep_internal=KEEP_INTERNAL)
+        engine = self.build(self.config, AxisGroups(), compute_dtype=dtype, keep_internal=KEEP_INTERNAL)
         return Session(engine, AxisGroups(), dtype, seed=seed)
 
     def _same_state(self, session: Session, plain: PlainLoop, when: str) -> None:

@@ -34,11 +34,15 @@ class RanksConformance(ABC):
     """Subclass it, build the engine, and let pytest collect the subclass.
 
     Attributes:
+        config: of the optimizer.
+        low_precision_tolerance: of its state where weights are bfloat16 and masters float32, with the same gradient.
         layouts: that the rules are tried in, with the number of experts. Rows that do not divide, parts without
             elements, fewer experts than replicas and degrees that differ pairwise are among them.
         small: two layouts for rules that need no more.
     """
 
+    config: OptimConfig = CONFIG
+    low_precision_tolerance: float = 1e-6
     layouts: Sequence[tuple[ParallelLayout, int]] = (
         (ParallelLayout(world=2, tp=2, ep=2), 4),
         (ParallelLayout(world=4), 2),
@@ -80,7 +84,7 @@ class RanksConformance(ABC):
                 return records, {name: weight.numpy() for name, weight in session.weights().items()}
 
             results = _run(layout, work)
-            plain = PlainLoop(SmallMoE(torch.float64, 1, num_experts=experts), CONFIG)
+            plain = PlainLoop(SmallMoE(torch.float64, 1, num_experts=experts), self.config)
             for number in range(2):
                 when = f"{_words(layout, experts)}, step {number + 1}"
                 gradients = plain.gradients(step_tokens(number))
@@ -114,7 +118,7 @@ class RanksConformance(ABC):
                 return gradients, copied(session.engine.state_tensors()), weights
 
             when, results = _words(layout, experts), _run(layout, work)
-            plain = PlainLoop(SmallMoE(torch.bfloat16, 2, num_experts=experts), CONFIG)
+            plain = PlainLoop(SmallMoE(torch.bfloat16, 2, num_experts=experts), self.config)
             gradients = assembled([result[0] for result in results], f"{when}, gradients")
             terms = _gradient_terms(layout, experts, step_tokens(0))
             for name, found in gradients.items():
@@ -127,7 +131,7 @@ class RanksConformance(ABC):
                 )
             plain.update(gradients, 0.02, 0.5)
             state = assembled([result[1] for result in results], f"{when}, state")
-            same_tables(state, plain.state(), f"{when}, state", exact=False, tolerance=1e-6)
+            same_tables(state, plain.state(), f"{when}, state", exact=False, tolerance=self.low_precision_tolerance)
             rounded = {name: state[f"master/{name}"].to(p.dtype) for name, p in plain.parameters.items()}
             for name, parameter in plain.parameters.items():
                 parameter.data.copy_(rounded[name])
@@ -166,7 +170,7 @@ class RanksConformance(ABC):
             (ParallelLayout(world=4, tp=4, ep=2), self.build),
             (ParallelLayout(world=1), self.build_other),
         )
-        plain = PlainLoop(SmallMoE(torch.float64, 40), CONFIG)
+        plain = PlainLoop(SmallMoE(torch.float64, 40), self.config)
         whole: _Weights = {}
         values: dict[str, int | float] = {}
         for number, (layout, build) in enumerate(places):
@@ -174,7 +178,7 @@ class RanksConformance(ABC):
             def work(
                 groups: Groups, number: int = number, build: Any = build, whole: _Weights = whole, values: Any = values
             ) -> tuple[list[Part], dict[str, int | float], _Weights]:
-                engine = build(CONFIG, groups, compute_dtype=torch.float64, keep_internal=KEEP_INTERNAL)
+                engine = build(self.config, groups, compute_dtype=torch.float64, keep_internal=KEEP_INTERNAL)
                 session = Session(engine, groups, torch.float64, seed=40 + number)
                 if number > 0:
                     # What was begun before is dropped.
@@ -222,7 +226,7 @@ class RanksConformance(ABC):
         """Each element has the value of the rank that owns it, on every rank."""
 
         def work(groups: Groups) -> tuple[list[Part], _Weights]:
-            engine = self.build(CONFIG, groups, compute_dtype=torch.float64, keep_internal=KEEP_INTERNAL)
+            engine = self.build(self.config, groups, compute_dtype=torch.float64, keep_internal=KEEP_INTERNAL)
             # Ranks that hold copies besides the replicas must bring the same.
             seed = 60 + groups.rank("world") // max(groups.size("tp"), groups.size("etp"))
             session = Session(engine, groups, torch.float64, seed=seed)
@@ -248,7 +252,7 @@ class RanksConformance(ABC):
             _run(layout, work)
 
     def _session(self, groups: Groups, dtype: torch.dtype, *, seed: int, num_experts: int = NUM_EXPERTS) -> Session:
-        engine = self.build(CONFIG, groups, compute_dtype=dtype, keep_internal=KEEP_INTERNAL)
+        engine = self.build(self.config, groups, compute_dtype=dtype, keep_internal=KEEP_INTERNAL)
         return Session(engine, groups, dtype, seed=seed, num_experts=num_experts)
 
     def _same_weights(

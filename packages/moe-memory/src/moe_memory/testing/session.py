@@ -73,10 +73,17 @@ class Part:
     box: Box
     values: npt.NDArray[Any]
     owned: bool
+    dtype: torch.dtype
 
 
 def copied(tensors: Iterable[StateTensor]) -> list[Part]:
-    return [Part(t.name, t.global_shape, t.box, t.tensor.detach().numpy().copy(), t.owned) for t in tensors]
+    return [Part(t.name, t.global_shape, t.box, to_numpy(t.tensor), t.owned, t.tensor.dtype) for t in tensors]
+
+
+def to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
+    """A copy; of bfloat16, which numpy does not know, the bits."""
+    tensor = tensor.detach().cpu()
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
 
 
 def assembled(parts_of_ranks: Iterable[Sequence[Part]], what: str) -> dict[str, Tensor]:
@@ -87,10 +94,12 @@ def assembled(parts_of_ranks: Iterable[Sequence[Part]], what: str) -> dict[str, 
     parts_of_ranks = list(parts_of_ranks)
     whole: dict[str, npt.NDArray[Any]] = {}
     seen: dict[str, npt.NDArray[np.int64]] = {}
+    dtypes: dict[str, torch.dtype] = {}
     for parts in parts_of_ranks:
         for part in parts:
             shape, box, where = part.global_shape, part.box, f"{what}: {part.name}"
             require(whole.setdefault(part.name, np.zeros(shape, part.values.dtype)).shape == shape, f"{where}: shapes")
+            dtypes.setdefault(part.name, part.dtype)
             inside = all(o >= 0 and o + n <= s for o, n, s in zip(box.offset, box.shape, shape, strict=True))
             require(inside and part.values.shape == box.shape, f"{where}: box {box} of {shape}")
             count = seen.setdefault(part.name, np.zeros(shape, np.int64))
@@ -102,12 +111,14 @@ def assembled(parts_of_ranks: Iterable[Sequence[Part]], what: str) -> dict[str, 
         require(owners in ([1], []), f"{what}: {name}: elements are owned by {' and '.join(map(str, owners))} ranks")
     for rank, parts in enumerate(parts_of_ranks):
         for part in parts:
+            known = dtypes[part.name]
+            require(part.dtype == known, f"{what}: {part.name} is {part.dtype} on rank {rank} and {known} elsewhere")
             same = whole[part.name][index_of(part.box)].tobytes() == part.values.tobytes()
             require(same, f"{what}: {part.name}: the copy on rank {rank} differs from what is owned")
-    return {name: torch.from_numpy(values) for name, values in whole.items()}
+    return {name: torch.from_numpy(values).view(dtypes[name]) for name, values in whole.items()}
 
 
 def overwrite(engine: DataParallelEngine, whole: dict[str, npt.NDArray[Any]]) -> None:
     """Write this rank's parts of whole state tensors, as a checkpoint reader does."""
     for part in engine.state_tensors():
-        part.tensor.copy_(torch.from_numpy(whole[part.name])[index_of(part.box)])
+        part.tensor.copy_(torch.from_numpy(whole[part.name]).view(part.tensor.dtype)[index_of(part.box)])

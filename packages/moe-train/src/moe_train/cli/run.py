@@ -134,7 +134,7 @@ def _run_name(recipe: str) -> str:
 # What may change when a run continues: where and how the same numbers are computed, never which. Between layouts they
 # agree up to rounding; bit for bit only where nothing changes.
 _MOVABLE = (
-    *("parallel.", "comm.", "kernels.", "memory.data_parallel", "memory.recompute"),
+    *("parallel.", "comm.", "kernels.", "memory.data_parallel", "memory.recompute", "memory.offload"),
     *("train.microbatch_sequences", "train.threads", "train.device"),
 )
 

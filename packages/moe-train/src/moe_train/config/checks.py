@@ -6,11 +6,13 @@ from math import gcd
 from typing import Any
 
 from moe_kernels.registry import Registry
+from moe_memory.config import state_problems
 from moe_parallel.context.microbatches import group_sizes
 from moe_parallel.layout import ParallelLayout
 from moe_parallel.problem import Problem
 from moe_parallel.topology import Topology
 from moe_train.config.graphs import graph_problems
+from moe_train.config.recompute import recompute_problems
 from moe_train.config.tree import TrainConfig
 from moe_train.data.corpus import CORPORA
 from moe_train.models.stages import schedule_of
@@ -81,6 +83,9 @@ def layout_problems(config: TrainConfig, layout: ParallelLayout) -> list[Problem
     found += _machine_problems(config, layout)
     found += _rows_problems(config)
     found += graph_problems(config, layout)
+    found += recompute_problems(config)
+    found += state_problems(config.memory, config.optim)
+    found += _replica_problems(config, layout)
     if config.memory.data_parallel == "fsdp" and schedule_of(config.parallel).splits_backward:
         rule = "reduces gradients in every backward, and the schedule makes those of weights in a pass of their own"
         legal = "zero1, or another parallel.schedule"
@@ -98,6 +103,15 @@ def layout_problems(config: TrainConfig, layout: ParallelLayout) -> list[Problem
             )
         )
     return found
+
+
+def _replica_problems(config: TrainConfig, layout: ParallelLayout) -> list[Problem]:
+    size, replicas = config.memory.shard_replicas, layout.cp * layout.dp
+    if size is None or size < 1 or replicas % size == 0:
+        return []
+    rule = f"does not divide the {replicas} replicas of cp * dp = {layout.cp} * {layout.dp}"
+    legal = ", ".join(str(size) for size in range(1, replicas + 1) if replicas % size == 0) + ", or none"
+    return [Problem(key="memory.shard_replicas", value=size, rule=rule, legal=legal)]
 
 
 def _machine_problems(config: TrainConfig, layout: ParallelLayout) -> list[Problem]:

@@ -2,6 +2,7 @@
 
 from moe_parallel.layout import ParallelLayout
 from moe_parallel.problem import Problem
+from moe_train.config.recompute import captured_units, static_inputs
 from moe_train.config.tree import TrainConfig
 from moe_train.models.stages import schedule_of
 
@@ -40,8 +41,14 @@ def _layout_problems(config: TrainConfig, layout: ParallelLayout) -> list[Proble
 
     if layout.tp > 1 or layout.cp > 1 or config.parallel.dynamic_cp_tokens is not None:
         refuse("graphs contain no communication, and ranks of tp and cp share attention and routers", "tp = cp = 1")
-    if config.memory.recompute != "none":
-        refuse("a graph is captured with its backward, which does not run its forward again", "memory.recompute = none")
+    captured = captured_units(config)
+    if captured:
+        rule = f"a graph is captured with its backward, which does not run its forward again ({', '.join(captured)})"
+        refuse(rule, "memory.recompute without it")
+    static = static_inputs(config)
+    if static:
+        rule = f"graphs read and write the same memory in every replay, which offload frees ({', '.join(static)})"
+        refuse(rule, "expert_fc1 and moe_act for memory.offload")
     if config.memory.data_parallel == "fsdp":
         refuse(
             "graphs read weights where they were captured, and fsdp gathers them anew", "memory.data_parallel = zero1"

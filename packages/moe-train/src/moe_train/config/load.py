@@ -9,7 +9,7 @@ stands in for the remaining checks: three mistakes give three errors, and no err
 import difflib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +139,8 @@ class _Resolution:
                         table = table.setdefault(part, {})
                     table[option] = settings[-1].value
             try:
-                # JSON is the one strict form in which pydantic takes a list for a tuple. A date has none, and {} is
-                # legal for no option.
-                return adapter.validate_json(json.dumps(values, default=lambda date: {}), strict=True)
+                # JSON is the one strict form in which pydantic takes a list for a tuple.
+                return adapter.validate_json(json.dumps(values, default=_as_json), strict=True)
             except ValidationError as error:
                 for key in dict.fromkeys(self._key(name, details["loc"]) for details in error.errors()):
                     if not self.history[key]:
@@ -250,6 +249,11 @@ def _merged(problems: Sequence[Problem]) -> Problem:
         legal=first.legal if same else "",
         next_step="; ".join(problem.next_step for problem in problems if problem.next_step),
     )
+
+
+def _as_json(value: object) -> dict[str, Any]:
+    """A table of a list, from a recipe. A date of a file has no form in JSON, and {} is legal for no option."""
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else {}
 
 
 def _frozen(history: Mapping[str, list[Setting]]) -> dict[str, tuple[Setting, ...]]:

@@ -140,4 +140,6 @@ def _kind(annotation: Any) -> str:
         return f"a list, each {_kind(get_args(only)[0])}"
     if isinstance(only, str):
         return toml_value(only)
+    if is_dataclass(only):
+        return f"a table of {', '.join(field.name for field in fields(only))}"
     return _NAMES.get(only, str(only))

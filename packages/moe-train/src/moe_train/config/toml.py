@@ -25,6 +25,8 @@ def toml_value(value: object) -> str:
     """One value as it would be written in a file."""
     if value is None:
         return NONE
+    if is_dataclass(value) and not isinstance(value, type):
+        value = _table(value)
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, Mapping):

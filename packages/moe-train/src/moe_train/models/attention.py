@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from moe_kernels.norm import RMSNorm
 from moe_kernels.rope import apply_rope
+from moe_memory.recompute import KEPT_UNITS, LayerUnits, Replay
 from moe_parallel import AttentionCore, SequenceInfo
 
 
@@ -22,6 +23,7 @@ class Attention(nn.Module):
         qkv_bias: query, key and value projections have a bias.
         window: tokens that a token sees; None is all before it.
         softmax_factor: on the scale of the softmax, `head_features ** -0.5`.
+        units: of the layer.
     """
 
     def __init__(
@@ -37,11 +39,13 @@ class Attention(nn.Module):
         qkv_bias: bool = False,
         window: int | None = None,
         softmax_factor: float = 1.0,
+        units: LayerUnits = KEPT_UNITS,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.head_features = head_features
         self.core = core
+        self.units = units
         self.window = window
         self.scale = softmax_factor * head_features**-0.5
         query, key_value = num_heads * head_features, num_kv_heads * head_features
@@ -65,6 +69,12 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q_BSHF, k_BSGF = apply_rope(q.view(heads), *rope), apply_rope(k.view(heads), *rope)
-        out_BSHF = self.core(q_BSHF, k_BSGF, v_BSGF, info, scale=self.scale, window=self.window)
-        out_TD: Tensor = self.o_proj(out_BSHF.flatten(2).flatten(0, 1))
+        out_BSHF = self.units.run("core_attn", self._attend, q_BSHF, k_BSGF, v_BSGF, info)
+        self.units.idle("core_attn", (q_BSHF, k_BSGF, v_BSGF), out_BSHF)
+        joined_TF = out_BSHF.flatten(2).flatten(0, 1)
+        out_TD: Tensor = self.o_proj(joined_TF)
+        self.units.idle("attn_proj", (joined_TF,), out_TD)
         return out_TD
+
+    def _attend(self, _: Replay, q_BSHF: Tensor, k_BSGF: Tensor, v_BSGF: Tensor, info: SequenceInfo) -> Tensor:
+        return self.core(q_BSHF, k_BSGF, v_BSGF, info, scale=self.scale, window=self.window)

@@ -1,12 +1,14 @@
 """The layers of the decoder from its configuration, and their initial values."""
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 
-from moe_kernels.experts import GroupedExperts
+from moe_kernels.experts import ExpertActivations, GroupedExperts
 from moe_kernels.rope import yarn_softmax_factor
 from moe_memory.initialise import InitRule, normal, ones, zeros
+from moe_memory.recompute import LayerUnits
 from moe_train.models.attention import Attention
 from moe_train.models.block import Block, DenseBlock
 from moe_train.models.config import DecoderConfig
@@ -16,6 +18,7 @@ from moe_train.models.moe import MoELayer, SharedExpert
 from moe_train.models.mtp import MTPLayer
 from moe_train.models.router import Router
 from moe_train.models.spec import ModelParts
+from moe_train.models.units import layer_name
 
 BuildBlock = Callable[[DecoderConfig, int, ModelParts], nn.Module]
 
@@ -23,12 +26,20 @@ BuildBlock = Callable[[DecoderConfig, int, ModelParts], nn.Module]
 def build_block(config: DecoderConfig, layer: int, parts: ModelParts) -> Block | DenseBlock:
     """One layer; numbers from `num_layers` on are those of multi-token prediction."""
     attention = build_attention(config, layer, parts)
+    units = layer_units(config, layer, parts)
     if config.is_dense(layer):
         assert config.dense_features is not None
         mlp = MLP(config.model_features, config.dense_features, activation=config.activation, dtype=parts.dtype)
-        return DenseBlock(config.model_features, attention, mlp, norm_eps=config.norm_eps, dtype=parts.dtype)
+        return DenseBlock(
+            config.model_features, attention, mlp, norm_eps=config.norm_eps, units=units, dtype=parts.dtype
+        )
     moe = build_moe(config, layer, parts)
-    return Block(config.model_features, attention, moe, norm_eps=config.norm_eps, dtype=parts.dtype)
+    return Block(config.model_features, attention, moe, norm_eps=config.norm_eps, units=units, dtype=parts.dtype)
+
+
+def layer_units(config: DecoderConfig, layer: int, parts: ModelParts) -> LayerUnits:
+    """What of a layer may be recomputed."""
+    return LayerUnits(parts.activations, layer_name(config, layer))
 
 
 def build_mtp_layer(
@@ -51,6 +62,7 @@ def build_attention(config: DecoderConfig, layer: int, parts: ModelParts) -> Att
             norm_eps=config.norm_eps,
             window=config.window(layer),
             softmax_factor=yarn_softmax_factor(config.yarn),
+            units=layer_units(config, layer, parts),
             dtype=parts.dtype,
         )
     return Attention(
@@ -64,6 +76,7 @@ def build_attention(config: DecoderConfig, layer: int, parts: ModelParts) -> Att
         qkv_bias=config.qkv_bias,
         window=config.window(layer),
         softmax_factor=yarn_softmax_factor(config.yarn),
+        units=layer_units(config, layer, parts),
         dtype=parts.dtype,
     )
 
@@ -76,7 +89,7 @@ def build_moe(config: DecoderConfig, layer: int, parts: ModelParts) -> MoELayer:
         features,
         config.router,
         config.balance,
-        name=f"layers.{layer}" if layer < config.num_layers else f"mtp.{layer - config.num_layers}",
+        name=layer_name(config, layer),
         row=sum(not config.is_dense(before) for before in range(layer)),
         dtype=dtype,
     )
@@ -89,12 +102,14 @@ def build_moe(config: DecoderConfig, layer: int, parts: ModelParts) -> MoELayer:
     if config.moe_latent_features is not None:
         down = nn.Linear(features, config.moe_latent_features, bias=False, dtype=dtype)
         up = nn.Linear(config.moe_latent_features, features, bias=False, dtype=dtype)
+    units = layer_units(config, layer, parts)
     experts = GroupedExperts(
         config.num_experts,
         config.moe_latent_features or features,
         config.expert_features,
         activation=config.activation,
         backend=parts.grouped_gemm,
+        consumed=partial(_consumed, units),
         dtype=dtype,
     )
     return MoELayer(
@@ -106,7 +121,15 @@ def build_moe(config: DecoderConfig, layer: int, parts: ModelParts) -> MoELayer:
         latent_up=up,
         capacity=config.capacity,
         sizing=parts.sizing,
+        units=units,
     )
+
+
+def _consumed(units: LayerUnits, found: ExpertActivations) -> None:
+    # Inputs come back first, since what is made again of them is needed next.
+    units.idle("expert_fc1", (found.rows_RD,), found.y_RD)
+    units.idle("moe_act", (found.h_RF2,), found.y_RD)
+    units.consumed("moe_act", (found.a_RF,), found.y_RD, found.again, *found.kept)
 
 
 def decoder_init_rules(config: DecoderConfig) -> list[tuple[str, InitRule]]:

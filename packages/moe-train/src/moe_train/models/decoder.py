@@ -4,6 +4,7 @@ Shape legend: B sequences, S slots, T = B*S tokens, D model, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -49,11 +50,13 @@ class DecoderContext:
         rope: rotary tables of its positions.
         statistics: of the routers so far.
         losses: further terms of the loss, with the weights of the step and without coefficient, detached.
+        activations: what the layers' activations have in common.
     """
 
     info: SequenceInfo
     scale: MicrobatchScale | None
     rope: tuple[Tensor, Tensor]
+    activations: AbstractContextManager[object] = field(default_factory=nullcontext)
     statistics: list[RouterStatistics] = field(default_factory=list)
     losses: dict[str, Tensor] = field(default_factory=dict)
 
@@ -146,7 +149,7 @@ class Decoder(nn.Module):
         """What the segments of one forward need besides their input."""
         config = self.config
         rope = rope_tables(info.position_BS, config.rotary_features, config.rope_base, self.dtype, config.yarn)
-        return DecoderContext(info=info, scale=scale, rope=rope)
+        return DecoderContext(info=info, scale=scale, rope=rope, activations=self.activations.forward())
 
     def segments(self, stage: Stage | None = None) -> list[Segment[DecoderContext]]:
         """The forward in pieces: tokens to features, each layer, the norm, each depth of prediction, the logits.
@@ -185,7 +188,8 @@ class Decoder(nn.Module):
         scale = None if context.scale is None else context.scale.routing
         arguments = (x_TD, context.info, context.rope, scale)
         layer = self.layers.get_submodule(str(index))
-        x_TD, statistics = run_unit(self.activations, f"layers.{index}", layer, *arguments)
+        with context.activations:
+            x_TD, statistics = run_unit(self.activations, f"layers.{index}", layer, *arguments)
         if statistics is not None:
             context.statistics.append(statistics)
         return x_TD
@@ -203,7 +207,8 @@ class Decoder(nn.Module):
         e_TD = self.embedding(target.ahead.token_BS.flatten())
         arguments = (h_TD, e_TD, context.info, context.rope, context.scale.routing)
         layer = self.mtp.get_submodule(str(depth))
-        h_TD, statistics = run_unit(self.activations, f"mtp.{depth}", layer, *arguments)
+        with context.activations:
+            h_TD, statistics = run_unit(self.activations, f"mtp.{depth}", layer, *arguments)
         if statistics is not None:
             context.statistics.append(statistics)
         loss_T = self.cross_entropy(

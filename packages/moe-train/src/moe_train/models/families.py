@@ -7,6 +7,7 @@ from moe_train.models.divisible import decoder_problems
 from moe_train.models.flops import decoder_costs
 from moe_train.models.spec import MODEL_INTERFACE_VERSION, CausalModel, ModelParts, ModelSpec
 from moe_train.models.stages import shared_parameters, stages_of
+from moe_train.models.units import decoder_units
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,4 +47,5 @@ DECODER = ModelSpec(
     problems=decoder_problems,
     internal_parameters=("*.router.weight",),
     costs=decoder_costs,
+    units=decoder_units,
 )

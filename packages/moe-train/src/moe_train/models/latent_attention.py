@@ -4,11 +4,15 @@ Shape legend: B sequences, S slots, T = B*S tokens, D model, H heads, R rotated 
 other features, V features of a value head, C features of the latent vector of keys and values.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from moe_kernels.norm import RMSNorm
 from moe_kernels.rope import apply_rope
+from moe_memory.recompute import KEPT_UNITS, LayerUnits, Replay
 from moe_parallel import AttentionCore, SequenceInfo
 from moe_train.models.config import LatentConfig
 
@@ -22,6 +26,7 @@ class LatentAttention(nn.Module):
     Args:
         head_features: N.
         softmax_factor: on the scale of the softmax, `(R + N) ** -0.5`.
+        units: of the layer.
     """
 
     def __init__(
@@ -35,6 +40,7 @@ class LatentAttention(nn.Module):
         norm_eps: float,
         window: int | None = None,
         softmax_factor: float = 1.0,
+        units: LayerUnits = KEPT_UNITS,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
@@ -42,6 +48,7 @@ class LatentAttention(nn.Module):
         self.head_features = head_features
         self.value_features = latent.value_features
         self.core = core
+        self.units = units
         self.window = window
         width = latent.rotary_features + head_features
         self.scale = softmax_factor * width**-0.5
@@ -61,16 +68,48 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_TD: Tensor, info: SequenceInfo, rope: tuple[Tensor, Tensor]) -> Tensor:
         """Attention output [T, D]; `rope` holds cosine and sine of the positions in `info`."""
-        rotary, plain, value = self.rotary_features, self.head_features, self.value_features
         batch = info.position_BS.shape
-        q = self.q_up_proj(self.q_norm(self.q_down_proj(x_TD))) if self.has_query_latent else self.q_proj(x_TD)
-        q_BSHF = apply_rope(q.view(*batch, -1, rotary + plain), *rope)
         kv_features = self.kv_norm.weight.shape[0]
-        c_TC, k_rotary_TR = self.kv_down_proj(x_TD).split([kv_features, rotary], -1)
-        kv_BSHF = self.kv_up_proj(self.kv_norm(c_TC)).view(*batch, -1, plain + value)
-        k_plain_BSHN, v_BSHV = kv_BSHF.split([plain, value], -1)
-        k_rotary_BS1R = apply_rope(k_rotary_TR.view(*batch, 1, rotary), *rope)
-        k_BSHF = torch.cat((k_rotary_BS1R.expand(-1, -1, k_plain_BSHN.shape[2], -1), k_plain_BSHN), -1)
-        out_BSHV = self.core(q_BSHF, k_BSHF, v_BSHV, info, scale=self.scale, window=self.window)
-        out_TD: Tensor = self.o_proj(out_BSHV.flatten(2).flatten(0, 1))
+        kept = (*self.kv_down_proj(x_TD).split([kv_features, self.rotary_features], -1), *rope)
+        up: Callable[..., tuple[Tensor, ...]]
+        if self.has_query_latent:
+            kept, up = (*kept, self.q_down_proj(x_TD)), partial(self._project_up, batch=batch)
+            q_BSHF, k_BSHF, v_BSHV, *_ = made = up(*kept)
+        else:
+            # The vector that queries are made of is that of the residual stream, and what comes between is no smaller.
+            up = partial(self._keys_and_values, batch=batch)
+            q_BSHF = self._rotated(self.q_proj(x_TD), rope, batch)
+            k_BSHF, v_BSHV, _ = made = up(*kept)
+        out_BSHV = self.units.run("core_attn", self._attend, q_BSHF, k_BSHF, v_BSHV, info)
+        self.units.idle("core_attn", (q_BSHF, k_BSHF, v_BSHV), out_BSHV)
+        self.units.consumed("mla_up_proj", made, out_BSHV, up, *kept)
+        joined_TF = out_BSHV.flatten(2).flatten(0, 1)
+        out_TD: Tensor = self.o_proj(joined_TF)
+        self.units.idle("attn_proj", (joined_TF,), out_TD)
         return out_TD
+
+    def _project_up(
+        self, c_TC: Tensor, k_rotary_TR: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, q_TC: Tensor, *, batch: torch.Size
+    ) -> tuple[Tensor, ...]:
+        """Queries, keys, values, and the normalised vectors that they are made of."""
+        normed_TC = self.q_norm(q_TC)
+        q_BSHF = self._rotated(self.q_up_proj(normed_TC), (cos_BSR, sin_BSR), batch)
+        return q_BSHF, *self._keys_and_values(c_TC, k_rotary_TR, cos_BSR, sin_BSR, batch=batch), normed_TC
+
+    def _keys_and_values(
+        self, c_TC: Tensor, k_rotary_TR: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, *, batch: torch.Size
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values, and the normalised vector that they are made of."""
+        plain = self.head_features
+        normed_TC = self.kv_norm(c_TC)
+        kv_BSHF = self.kv_up_proj(normed_TC).view(*batch, -1, plain + self.value_features)
+        k_plain_BSHN, v_BSHV = kv_BSHF.split([plain, self.value_features], -1)
+        k_rotary_BS1R = apply_rope(k_rotary_TR.view(*batch, 1, self.rotary_features), cos_BSR, sin_BSR)
+        k_BSHF = torch.cat((k_rotary_BS1R.expand(-1, -1, k_plain_BSHN.shape[2], -1), k_plain_BSHN), -1)
+        return k_BSHF, v_BSHV, normed_TC
+
+    def _rotated(self, q: Tensor, rope: tuple[Tensor, Tensor], batch: torch.Size) -> Tensor:
+        return apply_rope(q.view(*batch, -1, self.rotary_features + self.head_features), *rope)
+
+    def _attend(self, _: Replay, q_BSHF: Tensor, k_BSHF: Tensor, v_BSHV: Tensor, info: SequenceInfo) -> Tensor:
+        return self.core(q_BSHF, k_BSHF, v_BSHV, info, scale=self.scale, window=self.window)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moe_comm import EXACT, Parcel, Plan, Sizing, TokenDispatcher
 from moe_kernels import CapacityConfig, Routing, keep_choices, kept_choices
 from moe_kernels.experts import ExpertCompute
-from moe_memory.recompute import Replay
+from moe_memory.recompute import KEPT_UNITS, LayerUnits, Replay
 from moe_parallel import Pending, SequenceInfo, Step, StepKind, run_steps
 from moe_train.data.tokens import MicrobatchInfo
 from moe_train.models.router import Router
@@ -101,6 +101,7 @@ class MoELayer(nn.Module):
         capacity: how many choices an expert takes at most, of this rank's tokens or of those of a microbatch; None
             limits nothing.
         sizing: of the rows that experts get in training; in evaluation they get what they need.
+        units: of the layer.
     """
 
     def __init__(
@@ -114,12 +115,14 @@ class MoELayer(nn.Module):
         latent_up: nn.Linear | None = None,
         capacity: CapacityConfig | None = None,
         sizing: Sizing = EXACT,
+        units: LayerUnits = KEPT_UNITS,
     ) -> None:
         super().__init__()
         self.router = router
         self.capacity = None if capacity is None or capacity.factor is None else capacity
         self.dispatcher = dispatcher
         self.sizing = sizing
+        self.units = units
         self.experts = experts
         self.shared = shared
         self.latent_down = latent_down
@@ -200,8 +203,9 @@ class MoELayer(nn.Module):
         del state.parcel
 
     def _shared(self, state: MoEState) -> None:
-        assert self.shared is not None
-        state.shared_TD = self.shared(state.x_TD)
+        shared = self.shared
+        assert shared is not None
+        state.shared_TD = self.units.run("shared_experts", lambda _, x_TD: shared(x_TD), state.x_TD)
         del state.x_TD
 
     def _experts(self, state: MoEState) -> None:

@@ -143,6 +143,8 @@ class ModelSpec:
         problems: (config, vocabulary size, degrees of parallelism) to every rule that such a plan would violate.
         internal_parameters: patterns of the parameters that stay in the internal dtype.
         costs: (config, vocabulary size) to parameter counts and FLOPs.
+        units: (config) to the units of every layer that its modules name (`moe_memory.LayerUnits`), by the name of the
+            layer; of those that are not there only whole layers are recomputed, and nothing is offloaded.
     """
 
     name: str
@@ -157,3 +159,4 @@ class ModelSpec:
     problems: "Callable[[Any, int, ParallelConfig], Sequence[Problem]]"
     internal_parameters: tuple[str, ...]
     costs: Callable[[Any, int], ModelCosts]
+    units: Callable[[Any], Mapping[str, frozenset[str]]] = lambda _: {}

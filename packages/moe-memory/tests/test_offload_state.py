@@ -1,0 +1,215 @@
+"""Optimizer state in host memory between updates, and updates on the host: the same bits as without."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_memory import Fsdp, MemoryConfig, OptimConfig, Zero1
+from moe_memory.config import state_problems
+from moe_memory.copies import FakeCopies
+from moe_memory.optim.home import Home
+from moe_memory.testing import DataParallelConformance, RanksConformance
+from moe_memory.testing.reference import CONFIG, KEEP_INTERNAL, step_tokens
+from moe_memory.testing.session import Session, assembled, copied
+from moe_memory.testing.verdict import same_tables, state_of
+from moe_parallel import AxisGroups, ParallelLayout, run_distributed
+
+LOW = replace(CONFIG, exp_avg_dtype="int8", exp_avg_sq_dtype="bfloat16")
+MODES = {
+    "state": {"offload": "state"},
+    "step": {"offload": "step"},
+    "half": {"offload": "step", "offload_fraction": 0.5},
+}
+modes = pytest.mark.parametrize("mode", MODES)
+
+
+class TestState(DataParallelConformance):
+    config = replace(CONFIG, offload="state")
+
+    def build(self, config, groups, *, compute_dtype, keep_internal):
+        return Zero1(config, groups, compute_dtype=compute_dtype, keep_internal=keep_internal)
+
+
+class TestStep(TestState):
+    config = replace(CONFIG, offload="step", offload_fraction=0.7)
+
+
+@pytest.mark.dist
+class TestStepOverRanks(RanksConformance):
+    config = replace(CONFIG, offload="step", offload_fraction=0.7)
+    layouts = RanksConformance.layouts[2:4]
+
+    def build(self, config, groups, *, compute_dtype, keep_internal):
+        return Zero1(config, groups, compute_dtype=compute_dtype, keep_internal=keep_internal, bucket_bytes=500)
+
+    def build_other(self, config, groups, *, compute_dtype, keep_internal):
+        config = replace(config, offload="state")
+        return Fsdp(config, groups, compute_dtype=compute_dtype, keep_internal=keep_internal)
+
+
+def engine_of(config, groups, dtype=torch.bfloat16, copies=None, bucket_bytes=500):
+    return Zero1(
+        config, groups, compute_dtype=dtype, keep_internal=KEEP_INTERNAL, bucket_bytes=bucket_bytes, copies=copies
+    )
+
+
+def trained(config, groups=None, steps=3, dtype=torch.bfloat16):
+    """State and weights."""
+    groups = groups or AxisGroups()
+    session = Session(engine_of(config, groups, dtype), groups, dtype, seed=1)
+    session.train(range(steps))
+    return state_of(session.engine), session.weights()
+
+
+@modes
+@pytest.mark.parametrize("config", [CONFIG, LOW, replace(CONFIG, kind="muon")], ids=["float32", "low", "muon"])
+def test_state_and_weights_have_the_bits_of_a_run_that_offloads_nothing(mode, config):
+    expected, weights = trained(config)
+    state, found = trained(replace(config, **MODES[mode]))
+    same_tables(state, expected, mode, exact=True)
+    same_tables(found, weights, mode, exact=True)
+
+
+@pytest.mark.dist
+@modes
+def test_over_ranks_too(mode):
+    def work(config):
+        def on_rank(groups):
+            session = Session(engine_of(config, groups), groups, torch.bfloat16, seed=1)
+            session.train(range(3))
+            return copied(session.engine.state_tensors())
+
+        return assembled(run_distributed(ParallelLayout(world=4, tp=2, ep=2), on_rank), mode)
+
+    same_tables(work(replace(LOW, **MODES[mode])), work(LOW), mode, exact=True)
+
+
+def session_of(config, copies, dtype=torch.bfloat16):
+    return Session(engine_of(config, AxisGroups(), dtype, copies), AxisGroups(), dtype, seed=1)
+
+
+def device_bytes(session):
+    """Of master weights and moments on the device."""
+    optimizer = session.engine._optimizer
+    masters = [bucket.master for bucket in session.engine._buckets]
+    slots = [
+        tensor
+        for index, slots in enumerate(optimizer._slots)
+        if index not in optimizer._host
+        for slot in slots
+        for tensor in slot.tensors()
+    ]
+    return sum(tensor.untyped_storage().nbytes() for tensor in masters + slots)
+
+
+@modes
+def test_between_updates_the_device_has_no_state(mode):
+    copies = FakeCopies()
+    session = session_of(replace(CONFIG, **MODES[mode]), copies)
+    session.train([0])
+    assert copies.in_flight > 0  # state leaves under what comes next
+    list(session.engine.state_tensors())  # waits for what is under way
+    assert copies.in_flight == 0
+    routers = sum(3 * bucket.master.nbytes for bucket in session.engine._buckets if bucket.compute is bucket.master)
+    # What the model computes with stays, and with it no moment.
+    assert device_bytes(session) == routers / 3
+    assert routers > 0
+
+
+def test_state_comes_back_some_buckets_ahead_and_leaves_under_the_next_update(monkeypatch):
+    copies = FakeCopies()
+    session = session_of(replace(CONFIG, offload="state"), copies)
+    session.accumulate(step_tokens(0))
+    optimizer = session.engine._optimizer
+    update, seen = optimizer._adamw.update, []
+
+    def watched(buffer, *args, **kwargs):
+        away = [homes[0]._away for index, homes in enumerate(optimizer._homes) if index in optimizer._adamw_indices]
+        seen.append(away)
+        update(buffer, *args, **kwargs)
+
+    monkeypatch.setattr(optimizer._adamw, "update", watched)
+    session.engine.step(0.02, 1.0)
+    count = len(seen)
+    assert count > 4
+    for number, away in enumerate(seen):
+        assert away == [not number <= place <= number + 2 for place in range(count)]
+    assert copies.most_in_flight > 3
+
+
+def test_updates_on_the_host_overlap_with_copies_both_ways(monkeypatch):
+    copies = FakeCopies()
+    session = session_of(replace(CONFIG, offload="step"), copies)
+    session.accumulate(step_tokens(0))
+    gradients = len(session.engine._optimizer._host._buffers)
+    moments = 2  # of the router, whose weights the model computes with
+    assert copies.in_flight == gradients + moments > 4  # all gradients are on their way
+    under_way = []
+    update = session.engine._optimizer._adamw.update
+
+    def watched(buffer, *args, **kwargs):
+        under_way.append(copies.in_flight)
+        update(buffer, *args, **kwargs)
+
+    monkeypatch.setattr(session.engine._optimizer._adamw, "update", watched)
+    session.engine.step(0.02, 1.0)
+    # Gradients that are still to come, and from the second on the weights of the one before.
+    expected = [gradients - 1 - number + (number > 0) for number in range(gradients)]
+    assert under_way[-gradients:] == [moments + copying for copying in expected]
+
+
+def test_the_share_of_the_host_is_as_configured():
+    for fraction in (0.0, 0.3, 1.0):
+        session = session_of(replace(CONFIG, offload="step", offload_fraction=fraction), FakeCopies())
+        optimizer = session.engine._optimizer
+        able = [bucket for bucket in session.engine._buckets if bucket.compute is not bucket.master]
+        total = sum(bucket.master.numel() for bucket in able)
+        taken = sum(buffer.weights.numel() for buffer in optimizer._host._buffers.values())
+        largest = max(bucket.master.numel() for bucket in able)
+        assert fraction * total - largest < taken <= fraction * total
+
+
+@modes
+def test_r081_a_checkpoint_waits_for_what_is_under_way_and_loads_into_host_memory(mode):
+    config = replace(CONFIG, **MODES[mode])
+    session = session_of(config, FakeCopies())
+    session.train(range(2))
+    saved, values = state_of(session.engine), dict(session.engine.state_values())
+    expected, _ = trained(CONFIG, steps=2)
+    same_tables(saved, expected, "saved", exact=True)
+    other = session_of(config, FakeCopies())
+    other.train([5])
+    for part in other.engine.state_tensors():
+        part.tensor.copy_(saved[part.name])
+    other.engine.load_finished(values)
+    for each in (session, other):
+        each.train((2, 3))
+    same_tables(state_of(other.engine), state_of(session.engine), "continued", exact=True)
+    same_tables(other.weights(), session.weights(), "continued", exact=True)
+
+
+@modes
+def test_a_skipped_step_changes_nothing_and_the_next_one_is_right(mode):
+    session = session_of(replace(CONFIG, **MODES[mode]), FakeCopies())
+    session.train(range(2))
+    session.accumulate(step_tokens(9))
+    session.engine.skip()
+    same_tables(state_of(session.engine), trained(CONFIG, steps=2)[0], "after a skip", exact=True)
+    session.train([2])
+    same_tables(state_of(session.engine), trained(CONFIG, steps=3)[0], "the step after it", exact=True)
+
+
+@pytest.mark.parametrize("method", ["_arrive", "_settle"])
+def test_r081_a_missing_wait_is_caught(method, monkeypatch):
+    """Spoiled bits in the state, or a race that the engine refuses."""
+    monkeypatch.setattr(Home, method, lambda home: None)
+    with pytest.raises((AssertionError, ValueError, RuntimeError)):
+        same_tables(trained(replace(CONFIG, offload="state"))[0], trained(CONFIG)[0], "without a wait", exact=True)
+
+
+def test_fsdp_keeps_weights_where_they_are_and_refuses_updates_on_the_host():
+    memory = MemoryConfig(data_parallel="fsdp")
+    assert state_problems(memory, OptimConfig(offload="state")) == []
+    (problem,) = state_problems(memory, OptimConfig(offload="step"))
+    assert problem.key == "optim.offload"
