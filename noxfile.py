@@ -12,6 +12,7 @@ import sys
 import tomllib
 import venv
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import nox
@@ -120,8 +121,9 @@ def install_wheels(session: nox.Session, pkg: str) -> None:
     session.run("python", "-c", check, *map(module_name, [*SIBLINGS[pkg], pkg]), silent=True)
 
 
-def run_pytest(session: nox.Session, pkg: str, *arguments: str) -> None:
-    session.run("python", "-m", "pytest", "-p", "no:cacheprovider", f"packages/{pkg}/tests", *arguments, env=QUIET)
+def run_pytest(session: nox.Session, pkg: str, *arguments: str, paths: Sequence[str] = ()) -> None:
+    paths = paths or [f"packages/{pkg}/tests"]
+    session.run("python", "-m", "pytest", "-p", "no:cacheprovider", *paths, *arguments, env=QUIET)
 
 
 @nox.session
@@ -171,7 +173,10 @@ def bare(session: nox.Session, pkg: str) -> None:
 @nox.session
 @each_package
 def minimum(session: nox.Session, pkg: str) -> None:
-    """The tests with the lowest versions that the metadata allows, of everything but torch."""
+    """The tests with the lowest versions that the metadata allows, of everything but torch.
+
+    Where that is numpy alone, they are the tests that have to do with it.
+    """
     use_bases(session, tools_base())
     lowest = []
     for name in [*SIBLINGS[pkg], pkg]:
@@ -181,8 +186,22 @@ def minimum(session: nox.Session, pkg: str) -> None:
     session.run("python", "-m", "pip", "install", "-q", *sorted(set(lowest)), env=QUIET)
     install_wheels(session, pkg)
     session.log("the lowest torch is not run here: only the pinned one is installed")
+    paths = []
+    if {requirement.partition("==")[0] for requirement in lowest} == {"numpy"}:
+        paths = tests_with("numpy", pkg)
+        if not paths:
+            session.error(f"no test of {pkg} has to do with numpy")
     # Several processes use torch alone, which is the same here, and so is the compiler of kernels.
-    run_pytest(session, pkg, "-q", "-m", "not slow and not dist", "--ignore-glob=*/test_compiled.py", *session.posargs)
+    arguments = ("-q", "-m", "not slow and not dist", "--ignore-glob=*/test_compiled.py")
+    run_pytest(session, pkg, *arguments, *session.posargs, paths=paths)
+
+
+def tests_with(library: str, pkg: str) -> list[str]:
+    """Test files that name a library, or a module of the package that imports it."""
+    folder = ROOT / "packages" / pkg
+    users = [path.stem for path in (folder / "src").rglob("*.py") if f"import {library}" in path.read_text()]
+    words = re.compile("|".join([library, *(rf"\b{user}\b" for user in users)]))
+    return [str(path) for path in sorted((folder / "tests").glob("test_*.py")) if words.search(path.read_text())]
 
 
 def released_commit(pkg: str) -> tuple[str, str] | None:

@@ -1,7 +1,7 @@
 """What each unit of recompute saves in a layer of DeepSeek-V3: real dimensions, the trainer's own code, fake tensors.
 
     export OMP_NUM_THREADS=1
-    python packages/moe-train/benchmarks/activation_units.py          # a minute; the table of docs/results
+    python packages/moe-train/benchmarks/activation_units.py    # some minutes; docs/results/activation-units.md
     python packages/moe-train/benchmarks/activation_units.py --ep 8 --pp 4 --vpp 4
 
 One rank of 256 (BF16, PP4 VPP4 EP64, layout `Et*4|(tttt|)*14tmL`, one row of 4,096 tokens) runs the forward and the
