@@ -10,7 +10,8 @@ from acme_dispatch import PLUGIN, AcmeConfig, AcmeDispatcher
 from moe_comm import AllToAllConfig, Dispatched, HybridConfig, Parcel, alltoall, hybrid
 from moe_comm.landing import Arrivals
 from moe_comm.testing import DispatcherConformance
-from moe_comm.two_level import Level, TwoLevelDispatcher
+from moe_comm.two_level import TwoLevelDispatcher
+from moe_comm.way import Level
 from moe_parallel import AxisGroups, MoeParallelError, Pending
 
 
@@ -221,7 +222,7 @@ def test_r128_a_fault_is_caught(dispatcher, rule, message):
 def own_rows(plan, dispatcher):
     """Which rows that arrived this rank had before the ranks that share its experts gave it theirs."""
     hop = plan.journey.lanes[0][-1]
-    begin = sum(hop.receive_rows[: dispatcher.sharers.rank])
+    begin = sum(hop.receive_rows[: dispatcher._way.sharers.rank])
     row_C = torch.arange(hop.rows_arriving)
     return (row_C >= begin) & (row_C < begin + hop.send_rows[0])
 
@@ -244,7 +245,7 @@ class SumsProbabilityGradientsOfItsOwnExpertsAlone(TwoLevelDispatcher):
 
 class AveragesTheSharers(TwoLevelDispatcher):
     def merge(self, plan, received):
-        return super().merge(plan, received) / self.sharers.size
+        return super().merge(plan, received) / self._way.sharers.size
 
 
 class SharesNothing(TwoLevelDispatcher):

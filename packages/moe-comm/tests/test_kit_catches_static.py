@@ -8,7 +8,8 @@ import torch
 from moe_comm import EXACT, AllToAllConfig, Sizing, alltoall
 from moe_comm.metadata import common_sizes
 from moe_comm.testing import DispatcherConformance
-from moe_comm.two_level import Level, TwoLevelDispatcher
+from moe_comm.two_level import TwoLevelDispatcher
+from moe_comm.way import Level
 from moe_parallel import MoeParallelError
 
 

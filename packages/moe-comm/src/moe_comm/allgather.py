@@ -6,7 +6,8 @@ of tokens, and pays for tokens that a rank has no use for: a choice for few rank
 
 from moe_comm.config import AllGatherConfig
 from moe_comm.dispatcher import DispatcherPlugin
-from moe_comm.two_level import Level, TwoLevelDispatcher
+from moe_comm.two_level import TwoLevelDispatcher
+from moe_comm.way import Level
 from moe_parallel import Groups
 
 

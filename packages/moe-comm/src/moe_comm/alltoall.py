@@ -5,7 +5,8 @@ The dispatcher of two levels with all ranks in one node. Portable: gloo, NCCL an
 
 from moe_comm.config import AllToAllConfig
 from moe_comm.dispatcher import DispatcherPlugin
-from moe_comm.two_level import Level, TwoLevelDispatcher
+from moe_comm.two_level import TwoLevelDispatcher
+from moe_comm.way import Level
 from moe_parallel import Groups
 
 

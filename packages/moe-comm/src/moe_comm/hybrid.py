@@ -8,7 +8,8 @@ experts answered, the rank of the rail adds up what its node answered, and one r
 from moe_comm.config import HybridConfig
 from moe_comm.dispatcher import DispatcherPlugin
 from moe_comm.errors import MoeCommError
-from moe_comm.two_level import Level, TwoLevelDispatcher
+from moe_comm.two_level import TwoLevelDispatcher
+from moe_comm.way import Level
 from moe_parallel import Groups
 
 

@@ -10,7 +10,7 @@ The ids of a token's choices ride with its row, so that who receives it knows wh
 sizes is all the metadata there is. A plan is used again without them.
 
 Shape legend: T tokens here, K choices per token, D model, R rows here after dispatch, E experts on this rank, B ranks
-of the block in rank order; p nodes, j ranks of a node, s ranks that share experts, l lanes.
+of the block in rank order, W of them with other experts, N nodes; l lanes.
 """
 
 from dataclasses import dataclass, field, replace
@@ -18,47 +18,19 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from moe_comm.checks import check_most_tokens, check_routing, check_tokens, id_out_of_range
 from moe_comm.dispatcher import EXACT, Capabilities, Dispatched, Parcel, Plan, Sizing
 from moe_comm.errors import MoeCommError
-from moe_comm.hops import Hop, Lane, Reach, ids_of_rows
+from moe_comm.hops import Lane, Reach, ids_of_rows
 from moe_comm.journey import Journey
 from moe_comm.landing import Arrivals, land
-from moe_comm.metadata import Announced, announce, common_sizes, refuse_bad_ids, refuse_different_sizes, rows_by_member
-from moe_comm.traffic import Leg, note_host_sync
+from moe_comm.metadata import announce, common_sizes, refuse_bad_ids, refuse_different_sizes, rows_by_member
+from moe_comm.traffic import note_host_sync
+from moe_comm.way import Level, Way
 from moe_kernels import Routing
 from moe_kernels.permute import RowMap, permute, permute_with_probs, row_map, unpermute, unpermute_with_probs
 from moe_parallel import Groups, Pending
-
-
-@dataclass(frozen=True, kw_only=True)
-class Level:
-    """Ranks between which rows travel at once.
-
-    Attributes:
-        group: None where there is one rank.
-        size: of the group.
-        rank: this one's place.
-        there, back: names of the exchange and its return.
-    """
-
-    group: ProcessGroup | None
-    size: int
-    rank: int
-    there: Leg
-    back: Leg
-
-    @classmethod
-    def of(cls, groups: Groups, axis: str, there: Leg, back: Leg) -> "Level":
-        """The axis of a mesh."""
-        return cls(group=groups.group(axis), size=groups.size(axis), rank=groups.rank(axis), there=there, back=back)
-
-    @classmethod
-    def alone(cls) -> "Level":
-        """One rank."""
-        return cls(group=None, size=1, rank=0, there="dispatch", back="combine")
 
 
 @dataclass
@@ -135,16 +107,19 @@ class TwoLevelDispatcher:
         lanes: int = 1,
     ) -> None:
         self.num_experts = num_experts
-        self.rail, self.node = rail, node
-        self.sharers = Level.of(groups, "etp", "gather", "scatter")
-        self.copies_to_all, self.row_per_choice, self.lanes = copies_to_all, row_per_choice, lanes
+        self.num_local_experts = num_experts // (rail.size * node.size)
         self._block = groups.group("etp", "ep")
-        world = rail.size * node.size
-        self.num_local_experts = self._local = num_experts // world
-        self._sources = (rail.size, node.size, self.sharers.size)
-        self._place = rail.rank * node.size + node.rank
-        self._ranks = Reach(first_expert=0, experts=self._local, members=world)
-        self._nodes = Reach(first_expert=0, experts=self._local * node.size, members=rail.size)
+        self._way = Way(
+            rail=rail,
+            node=node,
+            sharers=Level.of(groups, "etp", "gather", "scatter"),
+            local_experts=self.num_local_experts,
+            copies_to_all=copies_to_all,
+            row_per_choice=row_per_choice,
+            lanes=lanes,
+        )
+        first = self._way.place * self.num_local_experts
+        self._local = slice(first, first + self.num_local_experts)
         self._agreed: set[tuple[int, ...]] = set()  # sizes that all ranks were seen to share
 
     def plan(self, routing: Routing, sizing: Sizing = EXACT) -> TwoLevelPlan:
@@ -165,16 +140,15 @@ class TwoLevelDispatcher:
             check_most_tokens(routing, sizing)
         # Where there are too many tokens here, all ranks have to hear of it first.
         padded_tokens = max(num_tokens, sizes["most_tokens"])
-        lane_size = max(1, -(-padded_tokens // self.lanes))
+        lane_size = max(1, -(-padded_tokens // self._way.lanes))
         if is_fixed:
-            padded_tokens = lane_size * self.lanes
+            padded_tokens = lane_size * self._way.lanes
 
         bad_id = id_out_of_range(routing.ids_TK, self.num_experts)
         is_bad_TK = (routing.ids_TK < -1) | (routing.ids_TK >= self.num_experts)
         ids_TK = routing.ids_TK.masked_fill(is_bad_TK, -1)
-        rows_lw = self._rows_by(self._ranks, ids_TK, lane_size)
-        by_node = self.rail.size > 1 and not self.copies_to_all
-        rows_ln = self._rows_by(self._nodes, ids_TK, lane_size) if by_node else rows_lw[:, :0]
+        rows_lw = self._rows_by(self._way.ranks, ids_TK, lane_size)
+        rows_ln = self._rows_by(self._way.nodes, ids_TK, lane_size) if self._way.asks_nodes else rows_lw[:, :0]
         chosen = replace(routing, ids_TK=ids_TK).counts_E()
         told = announce(self._block, bad_id, chosen, rows_lw, rows_ln, num_tokens, sizes)
         if not is_known:
@@ -183,26 +157,26 @@ class TwoLevelDispatcher:
             refuse_different_sizes(on_host, self._block, sizes)
             self._agreed.add(tuple(sizes.values()))
 
-        chosen_E = told.counts_BE[:, self._place * self._local :][:, : self._local].sum(0)
+        chosen_E = told.counts_BE[:, self._local].sum(0)
         if sizing.capacity_rows is None:
             refuse_bad_ids(on_host.bad_id_B.tolist(), self._block, self.num_experts)
-            lanes = self._exact_lanes(on_host)
-            here = on_host.counts_BE[:, self._place * self._local :][:, : self._local].sum(0)
+            lanes = self._way.exact_lanes(on_host)
+            here = on_host.counts_BE[:, self._local].sum(0)
             num_rows = int(_rounded_up(here, sizing.row_multiple).sum())
             counts_E, ends_E = chosen_E, _rounded_up(chosen_E, sizing.row_multiple).cumsum(0)
             overflow = chosen_E.new_zeros(())
         else:
-            lanes = self._fixed_lanes(lane_size, num_choices)
+            lanes = self._way.fixed_lanes(lane_size, num_choices)
             num_rows = sizing.capacity_rows
             counts_E, ends_E = _within(chosen_E, sizing.row_multiple, num_rows)
             overflow = is_bad_TK.sum()
-            if self.sharers.rank == 0:
+            if self._way.sharers.rank == 0:
                 overflow = overflow + (chosen_E - counts_E).sum()
         first = self._first_map(ids_TK, lanes, lane_size)
         plan = TwoLevelPlan(
             num_tokens=num_tokens,
             num_choices=num_choices,
-            num_local_experts=self._local,
+            num_local_experts=self.num_local_experts,
             num_rows=num_rows,
             counts_E=counts_E,
             offsets_E=ends_E.to(torch.int32),
@@ -210,7 +184,7 @@ class TwoLevelDispatcher:
             ids_TK=ids_TK.to(torch.int32),
             first=first,
             padded_tokens=padded_tokens,
-            arrivals=self._arrivals(told, lanes, lane_size if is_fixed else None) if lanes else None,
+            arrivals=self._way.arrivals(told, lanes, lane_size if is_fixed else None) if lanes else None,
             row_multiple=sizing.row_multiple,
             is_fixed=is_fixed,
             journey=Journey(lanes),
@@ -228,7 +202,7 @@ class TwoLevelDispatcher:
         check_tokens(plan, x_TD, probs_TK, self.capabilities)
         if plan.first is None:
             rows, probs = _padded(x_TD, plan.padded_tokens, 0), _padded(probs_TK, plan.padded_tokens, 0)
-        elif self.row_per_choice:
+        elif self._way.row_per_choice:
             rows, probs = permute_with_probs(x_TD, probs_TK, plan.first)
             probs = probs.unsqueeze(1)
         else:
@@ -280,7 +254,7 @@ class TwoLevelDispatcher:
                 grad_rows, grad_probs = plan.journey.there_backward(grad_rows, grad_probs)
             if plan.first is None:
                 return grad_rows[: plan.num_tokens], grad_probs[: plan.num_tokens]
-            if self.row_per_choice:
+            if self._way.row_per_choice:
                 return unpermute_with_probs(grad_rows, grad_probs[:, 0], plan.first)
             return unpermute(grad_rows, plan.first), unpermute(grad_probs, plan.first)
 
@@ -293,94 +267,10 @@ class TwoLevelDispatcher:
             return permute(rows, plan.arrived)
 
     def _members(self, reach: Reach, ids_TK: Tensor) -> Tensor:
-        return reach.member_of(ids_TK) if self.row_per_choice else reach.members_once(ids_TK)
+        return reach.member_of(ids_TK) if self._way.row_per_choice else reach.members_once(ids_TK)
 
     def _rows_by(self, reach: Reach, ids_TK: Tensor, lane_size: int) -> Tensor:
-        return rows_by_member(self._members(reach, ids_TK), reach, lane_size, self.lanes)
-
-    @property
-    def _gets_everything(self) -> bool:
-        """Whether rows arrive here from whoever is asked, needed or not."""
-        return self.node.size == 1 and (self.copies_to_all or self.rail.size == 1)
-
-    def _by_source(self, told: Announced, lane_size: int | None) -> Tensor:
-        """Rows that arrive here by (node, rank of the node, place of etp, lane), int64."""
-        if self._gets_everything:
-            return self._tokens_of_lanes(told, lane_size)
-        return told.rows_BLW[..., self._place].reshape(*self._sources, self.lanes)
-
-    def _tokens_of_lanes(self, told: Announced, lane_size: int | None) -> Tensor:
-        """Tokens of each rank by lane, in the same dims; lanes of so many tokens, or of its share where None."""
-        tokens = told.tokens_B.reshape(*self._sources, 1)
-        size = ((tokens + self.lanes - 1) // self.lanes).clamp(min=1)
-        if lane_size is not None:
-            size = torch.full_like(size, lane_size)
-        begin = torch.arange(self.lanes, device=tokens.device) * size
-        return (tokens - begin).clamp(min=0).minimum(size)
-
-    def _exact_lanes(self, told: Announced) -> tuple[Lane, ...]:
-        """The hops with the sizes that all ranks told; `told` is on the host."""
-        p, j, s = self.rail.rank, self.node.rank, self.sharers.rank
-        rows_pjslpj = told.rows_BLW.reshape(*self._sources, self.lanes, self.rail.size, self.node.size)
-        nodes_pjslp = told.rows_BLN.reshape(*self._sources, *told.rows_BLN.shape[1:])
-        tokens_pjsl = self._tokens_of_lanes(told, None)
-        arriving_pjsl = self._by_source(told, None)
-        lanes = []
-        for lane in range(self.lanes):
-            sizes: list[tuple[Tensor, Tensor]] = []
-            if self.rail.size > 1 and self.copies_to_all:
-                sizes.append((tokens_pjsl[p, j, s, lane].expand(self.rail.size), tokens_pjsl[:, j, s, lane]))
-            elif self.rail.size > 1:
-                sizes.append((nodes_pjslp[p, j, s, lane], nodes_pjslp[:, j, s, lane, p]))
-            if self.node.size > 1:
-                to_here = rows_pjslpj[:, :, s, lane, p, j].sum(0)
-                sizes.append((rows_pjslpj[:, j, s, lane, p].sum(0), to_here))
-            if self.sharers.size > 1:
-                arrived_s = arriving_pjsl[..., lane].sum((0, 1))
-                sizes.append((arrived_s[s].expand(self.sharers.size), arrived_s))
-            lanes.append(
-                self._lane([(tuple(send.tolist()), tuple(get.tolist())) for send, get in sizes], is_fixed=False)
-            )
-        return tuple(lanes) if lanes[0] else ()
-
-    def _fixed_lanes(self, lane_size: int, num_choices: int) -> tuple[Lane, ...]:
-        """The hops with room for the worst case of so many tokens."""
-        sizes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-        rows = lane_size
-        for level in self._levels():
-            if self.row_per_choice and not sizes and self._reach(level) is not None:
-                rows *= num_choices
-            each = (rows,) * level.size
-            sizes.append((each, each))
-            rows *= level.size
-        lane = self._lane(sizes, is_fixed=True)
-        return (lane,) * self.lanes if lane else ()
-
-    def _levels(self) -> list[Level]:
-        return [level for level in (self.rail, self.node, self.sharers) if level.size > 1]
-
-    def _lane(self, sizes: list[tuple[tuple[int, ...], tuple[int, ...]]], *, is_fixed: bool) -> Lane:
-        return tuple(
-            Hop(
-                group=level.group,
-                there=level.there,
-                back=level.back,
-                reach=self._reach(level),
-                send_rows=send_rows,
-                receive_rows=receive_rows,
-                is_fixed=is_fixed,
-            )
-            for level, (send_rows, receive_rows) in zip(self._levels(), sizes, strict=True)
-            if level.group is not None
-        )
-
-    def _reach(self, level: Level) -> Reach | None:
-        if level is self.sharers or (level is self.rail and self.copies_to_all):
-            return None
-        if level is self.rail:
-            return self._nodes
-        first = self.rail.rank * self.node.size * self._local
-        return Reach(first_expert=first, experts=self._local, members=self.node.size)
+        return rows_by_member(self._members(reach, ids_TK), reach, lane_size, self._way.lanes)
 
     def _first_map(self, ids_TK: Tensor, lanes: tuple[Lane, ...], lane_size: int) -> RowMap | None:
         """Which tokens go where with the first hop, lane after lane."""
@@ -388,10 +278,10 @@ class TwoLevelDispatcher:
             return None
         reach = lanes[0][0].reach
         members_TK = self._members(reach, ids_TK)
-        if self.lanes > 1:
+        if self._way.lanes > 1:
             lane_T = torch.arange(len(ids_TK), device=ids_TK.device) // lane_size
             members_TK = torch.where(members_TK >= 0, members_TK + lane_T.unsqueeze(1) * reach.members, -1)
-        slots = self.lanes * reach.members
+        slots = self._way.lanes * reach.members
         if lanes[0][0].is_fixed:
             return row_map(members_TK, slots, rows_per_expert=lanes[0][0].send_rows[0])
         return row_map(members_TK, slots, num_rows=sum(lane[0].rows_at_hand for lane in lanes))
@@ -400,7 +290,7 @@ class TwoLevelDispatcher:
         """The choices that ride with the rows of the first hop."""
         if plan.first is None:
             return _padded(plan.ids_TK, plan.padded_tokens, -1)
-        if not self.row_per_choice:
+        if not self._way.row_per_choice:
             return ids_of_rows(plan.ids_TK, plan.first)
         choice_C = plan.first.choice_R
         if plan.ids_TK.numel() == 0:
@@ -408,20 +298,12 @@ class TwoLevelDispatcher:
         ids_C = plan.ids_TK.flatten().index_select(0, choice_C.clamp(min=0)).masked_fill(choice_C < 0, -1)
         return ids_C.unsqueeze(1)
 
-    def _arrivals(self, told: Announced, lanes: tuple[Lane, ...], lane_size: int | None) -> Arrivals:
-        counts_nsjp = self._by_source(told, lane_size).permute(3, 2, 1, 0)
-        if self.node.size == 1:  # nobody mixed the rows of the nodes
-            counts_nsjp = counts_nsjp.transpose(2, 3)
-        total = sum(lane[-1].rows_arriving for lane in lanes)
-        block = total // counts_nsjp[..., 0].numel() if lanes[0][0].is_fixed else None
-        return Arrivals(counts_nsjp=counts_nsjp, total=total, block=block)
-
     def _land(self, plan: TwoLevelPlan, ids_CK: Tensor) -> None:
         plan.landing.map = land(
             ids_CK,
             plan.arrivals,
-            first_expert=self._place * self._local,
-            experts=self._local,
+            first_expert=self._local.start,
+            experts=self.num_local_experts,
             row_multiple=plan.row_multiple,
             num_rows=plan.num_rows,
             exact=not plan.is_fixed,
