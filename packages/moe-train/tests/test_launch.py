@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import os
 
 if os.environ.get("RANK") == "1" and (fault := os.environ.get("PLAYED_FAULT")):
     import signal
+    import time
 
     import moe_train.loop as loop
     from moe_train.errors import MoeTrainError
@@ -29,6 +31,8 @@ if os.environ.get("RANK") == "1" and (fault := os.environ.get("PLAYED_FAULT")):
     def run_step(*args, **kwargs):
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "stay away":
+            time.sleep(60)
         raise MoeTrainError("the data of this rank are damaged")
 
     loop.run_step = run_step
@@ -96,7 +100,10 @@ def test_torchrun_works_too(tmp_path):
 
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [("kill", "it ended with SIGKILL"), ("raise", "MoeTrainError: the data of this rank are damaged")],
+    [
+        ("kill", "it ended with SIGKILL"),
+        ("raise", "MoeTrainError: the data of this rank are damaged; in step 1; on rank"),
+    ],
 )
 def test_a_rank_that_fails_ends_all_and_is_named(fault, words, tmp_path):
     ended = run(tmp_path, "--nproc", "2", fault=fault)
@@ -104,6 +111,17 @@ def test_a_rank_that_fails_ends_all_and_is_named(fault, words, tmp_path):
     last = ended.stderr.splitlines()[-1]
     assert last.startswith("moe-train: rank 1 of 2 (dp=1 ep=1) failed first, so all ranks were ended: ")
     assert words in last
+    assert_nothing_is_left(tmp_path)
+
+
+def test_a_rank_that_stays_away_is_named_by_the_others_in_time(tmp_path):
+    """The error has the group and its ranks, the step, and the rank that waited."""
+    ended = run(tmp_path, "--nproc", "2", "parallel.timeout_s=4", fault="stay away")
+    assert ended.returncode == 2
+    last = ended.stderr.splitlines()[-1]
+    assert "rank 0 of 2 (dp=0 ep=0) failed first" in last
+    assert re.search(r"CollectiveError: rank 0: \w+ in group .* of ranks 0, 1 failed after [3-9]\.\d s: ", last), last
+    assert "in step 1; on rank 0 of 2" in last
     assert_nothing_is_left(tmp_path)
 
 

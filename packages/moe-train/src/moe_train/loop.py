@@ -4,6 +4,8 @@ import json
 import logging
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +88,7 @@ def _steps(
         started = time.perf_counter()
         tokens = next_step(training.data.train, training.cut)
         choices = _choices(training, progress.step + 1)
-        with memory.phase("step"):
+        with memory.phase("step"), _named(progress.step + 1):
             result = run_step(
                 training,
                 tokens.microbatches,
@@ -120,6 +122,16 @@ def _steps(
                 console.valid(valid)
         if _due(progress.step, config.checkpoint.interval_steps) or progress.step == config.train.steps:
             save(training, run, progress)
+
+
+@contextmanager
+def _named(step: int) -> Iterator[None]:
+    """Errors inside say in which step they happened."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in step {step}")
+        raise
 
 
 def _due(step: int, interval_steps: int | None) -> bool:
