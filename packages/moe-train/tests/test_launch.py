@@ -116,12 +116,13 @@ def test_a_rank_that_fails_ends_all_and_is_named(fault, words, tmp_path):
 
 def test_a_rank_that_stays_away_is_named_by_the_others_in_time(tmp_path):
     """The error has the group and its ranks, the step, and the rank that waited."""
-    ended = run(tmp_path, "--nproc", "2", "parallel.timeout_s=4", fault="stay away")
+    ended = run(tmp_path, "--nproc", "2", "parallel.timeout_s=8", fault="stay away")
     assert ended.returncode == 2
     last = ended.stderr.splitlines()[-1]
     assert "rank 0 of 2 (dp=0 ep=0) failed first" in last
-    assert re.search(r"CollectiveError: rank 0: \w+ in group .* of ranks 0, 1 failed after [3-9]\.\d s: ", last), last
-    assert "in step 1; on rank 0 of 2" in last
+    assert re.search(r"CollectiveError: rank 0: \w+ in group .* of ranks 0, 1 failed after \d+\.\d s: ", last), last
+    assert "; in step 1; " in last
+    assert "no report from rank 1" in last
     assert_nothing_is_left(tmp_path)
 
 
