@@ -8,7 +8,7 @@ communicates carries the report along with its metadata exchange, so that every 
 import torch
 from torch import Tensor
 
-from moe_comm.dispatcher import Capabilities, Plan, Sizing
+from moe_comm.dispatcher import Capabilities, Parcel, Plan, Sizing
 from moe_comm.errors import MoeCommError
 from moe_kernels import Routing, internal_dtype
 
@@ -128,6 +128,23 @@ def check_tokens(plan: Plan, x_TD: Tensor, probs_TK: Tensor, capabilities: Capab
             f"tokens ({x_TD.device}), probabilities ({probs_TK.device}) and plan ({plan.counts_E.device}) "
             "must be on one device"
         )
+
+
+def probs_of(received: Parcel) -> Tensor:
+    """The probabilities of a parcel that has come to its experts.
+
+    Raises:
+        MoeCommError: it has none.
+    """
+    if received.probs is None:
+        raise MoeCommError("a parcel on the way to the experts carries probabilities, this one has none")
+    return received.probs
+
+
+def check_rows(plan: Plan, rows_RD: Tensor) -> None:
+    """Refuse expert outputs that are not the rows of their plan; call it first in `prepare_return`."""
+    if rows_RD.dim() != 2 or rows_RD.shape[0] != plan.num_rows:
+        raise MoeCommError(f"the plan has {plan.num_rows} rows [rows, features], not {tuple(rows_RD.shape)}")
 
 
 def _check_probs_dtype(probs_TK: Tensor) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_comm.checks import check_most_tokens, check_routing, check_tokens
+from moe_comm.checks import check_most_tokens, check_routing, check_rows, check_tokens, probs_of
 from moe_comm.config import LocalConfig
 from moe_comm.dispatcher import EXACT, Capabilities, Dispatched, DispatcherPlugin, Parcel, Plan, Sizing
 from moe_comm.errors import MoeCommError
@@ -92,9 +92,7 @@ class LocalDispatcher:
 
     def arrange(self, plan: LocalPlan, received: Parcel) -> Dispatched:
         """Copy each token to the rows of its experts."""
-        if received.probs is None:
-            raise MoeCommError("a parcel on the way to the experts carries probabilities, this one has none")
-        rows_RD, probs_R = permute_with_probs(received.rows, received.probs, plan.map)
+        rows_RD, probs_R = permute_with_probs(received.rows, probs_of(received), plan.map)
         return Dispatched(rows_RD=rows_RD, probs_R=probs_R, counts_E=plan.counts_E, offsets_E=plan.offsets_E, plan=plan)
 
     def prepare_return(self, plan: LocalPlan, rows_RD: Tensor) -> Parcel:
@@ -103,8 +101,7 @@ class LocalDispatcher:
         Raises:
             MoeCommError: the rows are not those of the plan.
         """
-        if rows_RD.dim() != 2 or rows_RD.shape[0] != plan.num_rows:
-            raise MoeCommError(f"the plan has {plan.num_rows} rows [rows, features], not {tuple(rows_RD.shape)}")
+        check_rows(plan, rows_RD)
         return Parcel(rows=rows_RD)
 
     def exchange_return(self, plan: LocalPlan, parcel: Parcel) -> Pending[Parcel]:

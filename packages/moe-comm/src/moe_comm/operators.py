@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe_comm.dispatcher import Plan, Sizing, TokenDispatcher, combine, dispatch
 from moe_comm.errors import MoeCommError
-from moe_kernels import Routing
+from moe_kernels import Routing, internal_dtype
 
 _numbers = itertools.count(1)
 _plans: dict[int, Plan] = {}
@@ -86,7 +86,8 @@ def _plan(
     most_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     sizing = Sizing(row_multiple=row_multiple, capacity_rows=capacity_rows, overflow="drop", most_tokens=most_tokens)
-    unused = torch.empty(ids_TK.shape, device=ids_TK.device)  # a plan looks at the form of probabilities alone
+    # A plan looks at the form of probabilities alone.
+    unused = torch.empty(ids_TK.shape, dtype=internal_dtype(torch.get_default_dtype()), device=ids_TK.device)
     made = _dispatcher(dispatcher).plan(Routing(ids_TK=ids_TK, probs_TK=unused, num_experts=num_experts), sizing)
     number = next(_numbers)
     handle = torch.tensor(number)

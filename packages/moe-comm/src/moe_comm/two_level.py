@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_comm.checks import check_most_tokens, check_routing, check_tokens, id_out_of_range
+from moe_comm.checks import check_most_tokens, check_routing, check_rows, check_tokens, id_out_of_range, probs_of
 from moe_comm.dispatcher import EXACT, Capabilities, Dispatched, Parcel, Plan, Sizing
 from moe_comm.errors import MoeCommError
 from moe_comm.hops import Lane, Reach, ids_of_rows
@@ -219,9 +219,7 @@ class TwoLevelDispatcher:
 
     def arrange(self, plan: TwoLevelPlan, received: Parcel) -> Dispatched:
         """Copy each row that arrived to the rows of its experts here."""
-        if received.probs is None:
-            raise MoeCommError("a parcel on the way to the experts carries probabilities, this one has none")
-        rows_RD, probs_R = permute_with_probs(received.rows, received.probs, plan.arrived)
+        rows_RD, probs_R = permute_with_probs(received.rows, probs_of(received), plan.arrived)
         return Dispatched(rows_RD=rows_RD, probs_R=probs_R, counts_E=plan.counts_E, offsets_E=plan.offsets_E, plan=plan)
 
     def prepare_return(self, plan: TwoLevelPlan, rows_RD: Tensor) -> Parcel:
@@ -230,8 +228,7 @@ class TwoLevelDispatcher:
         Raises:
             MoeCommError: the rows are not those of the plan, or nothing was dispatched with it.
         """
-        if rows_RD.dim() != 2 or rows_RD.shape[0] != plan.num_rows:
-            raise MoeCommError(f"the plan has {plan.num_rows} rows [rows, features], not {tuple(rows_RD.shape)}")
+        check_rows(plan, rows_RD)
         return Parcel(rows=unpermute(rows_RD, plan.arrived))
 
     def exchange_return(self, plan: TwoLevelPlan, parcel: Parcel) -> Pending[Parcel]:

@@ -124,7 +124,7 @@ def run_step(
 ) -> StepResult:
     """Run one optimizer step on this rank's microbatches. Collective; the result is the same on all ranks.
 
-    The host reads the loss and the norm, once each.
+    The host reads the loss and the norm, once each, and where rows are fixed how many choices found none.
 
     Raises:
         MoeCommError: more choices than `comm.rank_capacity_factor` has rows for, unless they are to be dropped; on all
@@ -154,7 +154,8 @@ def run_step(
     if inspect is not None:
         inspect()
     statistics, sums = statistics_here.summed(torch.stack(list(losses_here.values())), training.groups)
-    refuse_overflow(int(statistics.overflow.sum()), training.sizing)
+    if training.sizing.capacity_rows is not None:
+        refuse_overflow(int(statistics.overflow.sum()), training.sizing)
     norm = reduce_norm_parts(training.engine.norm_parts(2.0), 2.0, training.groups)
     rate = learning_rate(config.optim, updates, config.train.steps)
     losses = dict(zip(losses_here, sums.tolist(), strict=True))
