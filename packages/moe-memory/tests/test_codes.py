@@ -65,6 +65,26 @@ def test_every_value_gets_the_nearest_code_of_its_block(shape, signed, dtype):
     )
 
 
+@pytest.mark.parametrize(("signed", "error"), [(True, 0.9 / 128), (False, 0.9 / 256)])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_codes_rise_with_the_values_and_are_off_by_half_their_distance_at_most(signed, error, scale):
+    """Judged in float64: of the highest decade, in parts of the scale."""
+    x = torch.linspace(-1.0 if signed else 0.0, 1.0, BLOCK, dtype=torch.float64).view(1, BLOCK, 1) * scale
+    code, found = coded(x.float(), (1, BLOCK, 1), signed=signed)
+    assert bool((code.int().diff(dim=1) >= 0).all())
+    near = code_values(signed, CPU)[code.int()] * float(found)
+    assert float((near - x).abs().max()) <= (error + 1e-6) * scale
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_a_block_that_is_not_finite_is_not_finite_when_it_is_read(bad):
+    x = torch.ones(1, 2 * BLOCK, 1)
+    x[0, 3] = bad
+    again = decoded(*coded(x, (1, 2 * BLOCK, 1), signed=True), torch.float32, signed=True)
+    assert not bool(again[0, :BLOCK].isfinite().all())
+    assert bool((again[0, BLOCK:] == 1).all())
+
+
 @pytest.mark.parametrize("signed", [True, False])
 def test_what_was_decoded_has_the_same_codes_again(signed):
     code = torch.arange(256, dtype=torch.uint8).view(1, 256, 1)  # 1, the largest, among them

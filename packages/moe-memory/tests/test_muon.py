@@ -1,6 +1,7 @@
 """Muon: orthogonal updates of whole matrices, wherever their parts are."""
 
 from dataclasses import replace
+from math import gcd
 
 import pytest
 import torch
@@ -50,6 +51,34 @@ class TestFsdpOverRanks(RanksConformance):
     build_other = TestZero1OverRanks.build
 
 
+@pytest.mark.dist
+class TestInRuns(RanksConformance):
+    """State on neighbours, copies in every run: an owner serves all of them."""
+
+    config = MUON
+    low_precision_tolerance = 1e-4
+    layouts = ((ParallelLayout(world=4), 2),)
+    small = ((ParallelLayout(world=4), 4),)
+
+    def build(self, config, groups, *, compute_dtype, keep_internal):
+        return Zero1(
+            config,
+            groups,
+            compute_dtype=compute_dtype,
+            keep_internal=keep_internal,
+            shard_replicas=gcd(2, groups.size("cp", "dp")),
+        )
+
+    def build_other(self, config, groups, *, compute_dtype, keep_internal):
+        return Fsdp(
+            config,
+            groups,
+            compute_dtype=compute_dtype,
+            keep_internal=keep_internal,
+            shard_replicas=gcd(2, groups.size("cp", "dp")),
+        )
+
+
 @pytest.mark.parametrize("shape", [(8, 8), (5, 30), (30, 5), (3, 6, 4)])
 def test_singular_values_become_about_one_and_vectors_stay(shape):
     x = torch.randn(shape, dtype=torch.float64)
@@ -60,6 +89,14 @@ def test_singular_values_become_about_one_and_vectors_stay(shape):
     left, _, right = torch.linalg.svd(x, full_matrices=False)
     inner = left.mT @ y @ right.mT  # diagonal, in the singular vectors of x
     torch.testing.assert_close(inner, torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1)), atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6)])
+def test_directions_that_a_matrix_lacks_stay_out(shape):
+    x = torch.randn(shape[0], 2, dtype=torch.float64) @ torch.randn(2, shape[1], dtype=torch.float64)
+    values = torch.linalg.svdvals(orthogonalised(x, 5))
+    assert 0.6 < float(values[1]) < float(values[0]) < 1.3
+    assert float(values[2]) < 1e-10
 
 
 def test_each_matrix_of_a_batch_is_alone_and_zeros_stay():
@@ -129,6 +166,27 @@ def test_rows_are_cut_as_configured_and_each_piece_is_orthogonalised_alone(rows,
         [orthogonalised(piece, 5) * 0.2 * max(piece.shape) ** 0.5 for piece in (1.95 * gradient).split(heights)]
     )
     torch.testing.assert_close(before - model.qkv, 0.5 * expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (2, 0, 3)])
+def test_a_parameter_without_elements_has_no_matrices(shape):
+    assert list(matrices(ShardSpec(name="w", shape=shape))) == []
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (5, 1)])
+def test_a_vector_that_is_a_matrix_moves_by_its_direction(shape):
+    gradient = torch.randn(shape, dtype=torch.float64)
+    model = nn.Module()
+    model.w = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+    engine = Zero1(MUON, AxisGroups(), compute_dtype=torch.float64)
+    engine.wrap(model, {"w": ShardSpec(name="w", shape=shape)})
+    (model.w * gradient).sum().backward()
+    engine.grads_ready(["w"], last=True)
+    engine.finish()
+    engine.step(1.0, 1.0)
+    found = model.w.detach() / (0.2 * max(shape) ** 0.5)
+    assert 0.6 < float(found.norm()) < 1.3
+    torch.testing.assert_close(found / found.norm(), -gradient / gradient.norm())
 
 
 def test_rows_that_do_not_fill_a_matrix_are_refused():
@@ -238,8 +296,17 @@ def test_wrong_settings_are_named(changes):
     assert problem.key == f"optim.muon.{next(iter(changes))}"
 
 
+@pytest.mark.parametrize(("kind", "of_group"), [("adamw", "default"), ("muon", "adamw")])
+def test_rows_of_what_adamw_updates_are_without_effect_and_refused(kind, of_group):
+    group = OptimGroup(pattern="a*", rows=(4,), kind=of_group)
+    (problem,) = OptimConfig(kind=kind, groups=(group,)).problems()
+    assert (problem.key, problem.value) == ("optim.groups", (4,))
+    assert problem.rule.startswith("rows of 'a*' are for Muon")
+    assert not OptimConfig(kind="adamw", groups=(replace(group, kind="muon"),)).problems()
+
+
 @pytest.mark.parametrize("changes", [{"lr_scale": -1.0}, {"weight_decay": -0.1}, {"rows": (0,)}])
 def test_a_wrong_group_is_named(changes):
-    (problem,) = OptimConfig(groups=(OptimGroup(pattern="a*", **changes),)).problems()
+    (problem,) = OptimConfig(groups=(OptimGroup(pattern="a*", kind="muon", **changes),)).problems()
     assert problem.key == "optim.groups"
     assert problem.rule.startswith(f"{next(iter(changes))} of 'a*' must")

@@ -9,6 +9,7 @@ from moe_memory import Fsdp, MemoryConfig, OptimConfig, Zero1
 from moe_memory.config import state_problems
 from moe_memory.copies import FakeCopies
 from moe_memory.optim.home import Home
+from moe_memory.optim.slots import Slot
 from moe_memory.testing import DataParallelConformance, RanksConformance
 from moe_memory.testing.reference import CONFIG, KEEP_INTERNAL, step_tokens
 from moe_memory.testing.session import Session, assembled, copied
@@ -71,18 +72,46 @@ def test_state_and_weights_have_the_bits_of_a_run_that_offloads_nothing(mode, co
     same_tables(found, weights, mode, exact=True)
 
 
+FEW_BITS = replace(LOW, master_dtype="bfloat16", gradient_dtype="bfloat16")
+
+
 @pytest.mark.dist
-@modes
-def test_over_ranks_too(mode):
-    def work(config):
+@pytest.mark.parametrize(
+    ("engine_type", "config", "modes_of_it"),
+    [
+        (Zero1, LOW, MODES),
+        (Zero1, replace(FEW_BITS, kind="muon"), MODES),
+        (Fsdp, FEW_BITS, ("state",)),
+        (Fsdp, replace(LOW, kind="muon"), ("state",)),
+    ],
+    ids=["zero1", "zero1 muon", "fsdp", "fsdp muon"],
+)
+def test_over_ranks_too_with_losses_and_gradients(engine_type, config, modes_of_it):
+    def trained(config):
         def on_rank(groups):
-            session = Session(engine_of(config, groups), groups, torch.bfloat16, seed=1)
-            session.train(range(3))
-            return copied(session.engine.state_tensors())
+            options = {"compute_dtype": torch.bfloat16, "keep_internal": KEEP_INTERNAL, "bucket_bytes": 500}
+            session = Session(engine_type(config, groups, **options), groups, torch.bfloat16, seed=1)
+            losses, gradients = [], []
+            for step in range(3):
+                loss = session.model(step_tokens(step, 1)[0])
+                loss.backward()
+                session.report(last=True)
+                session.engine.finish()
+                losses.append(loss.item())
+                gradients.append(copied(session.engine.gradient_tensors()))
+                session.engine.step(0.02, 0.5)
+            return losses, [*gradients, copied(session.engine.state_tensors())]
 
-        return assembled(run_distributed(ParallelLayout(world=4, tp=2, ep=2), on_rank), mode)
+        results = run_distributed(ParallelLayout(world=4, tp=2, ep=2), on_rank)
+        moments = range(len(results[0][1]))
+        return [losses for losses, _ in results], [assembled([parts[at] for _, parts in results], "") for at in moments]
 
-    same_tables(work(replace(LOW, **MODES[mode])), work(LOW), mode, exact=True)
+    expected_losses, expected = trained(config)
+    for mode in modes_of_it:
+        losses, tables = trained(replace(config, **MODES[mode]))
+        assert losses == expected_losses
+        for found, wanted in zip(tables, expected, strict=True):
+            same_tables(found, wanted, mode, exact=True)
 
 
 def session_of(config, copies, dtype=torch.bfloat16):
@@ -190,14 +219,39 @@ def test_r081_a_checkpoint_waits_for_what_is_under_way_and_loads_into_host_memor
 
 
 @modes
-def test_a_skipped_step_changes_nothing_and_the_next_one_is_right(mode):
-    session = session_of(replace(CONFIG, **MODES[mode]), FakeCopies())
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1.0])
+@pytest.mark.parametrize("config", [CONFIG, replace(LOW, kind="muon")], ids=["float32", "muon int8"])
+def test_a_skipped_step_changes_nothing_and_the_next_one_is_right(mode, bad, config):
+    session = session_of(replace(config, **MODES[mode]), FakeCopies())
     session.train(range(2))
-    session.accumulate(step_tokens(9))
+    (session.model(step_tokens(9)[0]) * bad).backward()
+    session.report(last=True)
+    session.engine.finish()
+    assert bool(session.engine.norm_parts(2.0)["dense"].isfinite()) == (bad == 1)
     session.engine.skip()
-    same_tables(state_of(session.engine), trained(CONFIG, steps=2)[0], "after a skip", exact=True)
+    same_tables(state_of(session.engine), trained(config, steps=2)[0], "after a skip", exact=True)
     session.train([2])
-    same_tables(state_of(session.engine), trained(CONFIG, steps=3)[0], "the step after it", exact=True)
+    same_tables(state_of(session.engine), trained(config, steps=3)[0], "the step after it", exact=True)
+
+
+def test_the_state_of_a_buffer_leaves_before_that_of_the_next_is_made(monkeypatch):
+    """Or all of it would be on the device at the start."""
+    copies, held = FakeCopies(), []
+    make, release = Slot.__init__, copies.release
+
+    def made(slot, *args):
+        make(slot, *args)
+        held.append(held[-1] + len(slot.tensors()) if held else len(slot.tensors()))
+
+    def released(tensor):
+        held.append(held[-1] - 1)
+        release(tensor)
+
+    monkeypatch.setattr(Slot, "__init__", made)
+    monkeypatch.setattr(copies, "release", released)
+    session = session_of(replace(LOW, offload="state"), copies)
+    slots = 3  # a moment in codes, their scales, and the other moment
+    assert max(held) == slots < len(session.engine._optimizer._slots)
 
 
 @pytest.mark.parametrize("method", ["_arrive", "_settle"])

@@ -51,6 +51,26 @@ def test_what_bfloat16_holds_is_kept_and_the_rest_goes_to_a_neighbour():
     assert torch.equal(round_to_bfloat16(odd, bits[:4], "master").float().nan_to_num(), odd.nan_to_num())
 
 
+def test_nothing_finite_becomes_infinite_and_nan_stays_nan():
+    """Also where all lower bits are set, as a GPU makes it: adding to them would give zero."""
+    bits = random_bits(0, 0, "a", torch.arange(1000))
+    largest = torch.finfo(torch.bfloat16).max
+    between = torch.full((1000,), 0x7F7F8000, dtype=torch.int32).view(torch.float32)
+    for x in (between, -between, torch.full((1000,), torch.finfo(torch.float32).max)):
+        assert torch.equal(round_to_bfloat16(x, bits, "master"), x.sign().mul(largest).bfloat16())
+    for pattern in (0x7FFFFFFF, -1, 0x7FC00000):
+        x = torch.full((1000,), pattern, dtype=torch.int32).view(torch.float32)
+        assert bool(round_to_bfloat16(x, bits, "exp_avg").isnan().all())
+
+
+def test_denormal_numbers_are_rounded_to_a_neighbour():
+    bits = random_bits(0, 0, "a", torch.arange(4096))
+    x = torch.randn(4096) * 1e-39
+    rounded = round_to_bfloat16(x, bits, "exp_avg_sq").float()
+    assert bool(((rounded - x).abs() < 2.0**-133).all())  # the lowest bit that bfloat16 has there
+    assert float((rounded - x).mean().abs()) < 5 * 2.0**-133 / 64
+
+
 @pytest.mark.parametrize("field", FIELDS)
 def test_the_mean_is_right(field):
     """Of 2^16 draws of a value between two neighbours, 2^-7 apart, within five standard deviations."""

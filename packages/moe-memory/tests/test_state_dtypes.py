@@ -45,6 +45,7 @@ SHAPES = {
     "wide": (3, 1100),
     "vector": (33,),
     "scalar": (),
+    "one": (1, 1),
     "experts_w1": (4, 300, 2, 6),
     "experts_w2": (4, 6, 300),
     "experts_b": (4, 7),
@@ -93,8 +94,10 @@ def gradients_of(step):
     }
 
 
-def trained(engine_type, config, groups, dtype, steps, *, whole=None, bucket_bytes=10_000):
-    engine = engine_type(config, groups, compute_dtype=dtype, bucket_bytes=bucket_bytes, seed=5)
+def trained(engine_type, config, groups, dtype, steps, *, whole=None, shard_replicas=None):
+    engine = engine_type(
+        config, groups, compute_dtype=dtype, bucket_bytes=10_000, seed=5, shard_replicas=shard_replicas
+    )
     model = engine.wrap(Linear(groups, dtype), Linear(groups, dtype).specs)
     if whole is not None:
         overwrite(engine, whole)
@@ -108,11 +111,11 @@ def trained(engine_type, config, groups, dtype, steps, *, whole=None, bucket_byt
     return before, copied(engine.state_tensors())
 
 
-def state(engine_type, config, layout, dtype, steps, *, whole=None):
+def state(engine_type, config, layout, dtype, steps, *, whole=None, shard_replicas=None):
     """Whole tensors before and after the steps."""
 
     def work(groups):
-        return trained(engine_type, config, groups, dtype, steps, whole=whole)
+        return trained(engine_type, config, groups, dtype, steps, whole=whole, shard_replicas=shard_replicas)
 
     results = [work(AxisGroups())] if layout.world == 1 else run_distributed(layout, work)
     return tuple(assembled([result[side] for result in results], str(layout)) for side in (0, 1))
@@ -139,17 +142,29 @@ def test_r075_every_layout_has_the_same_bits_and_reads_those_of_any_other(config
     alone = ParallelLayout(world=1)
     _, first = state(Zero1, config, alone, dtype, (0, 1))
     _, expected = state(Zero1, config, alone, dtype, (2, 3), whole=raw(first))
-    for engine_type, layout in (
-        (Zero1, ParallelLayout(world=2)),
-        (Zero1, ParallelLayout(world=4, tp=2, ep=2)),
-        (Zero1, ParallelLayout(world=4, tp=2, etp=2)),
-        (Fsdp, ParallelLayout(world=2)),
+    same_bits(expected, state(Zero1, config, alone, dtype, range(4))[1])
+    for engine_type, layout, run in (
+        (Zero1, ParallelLayout(world=2), None),
+        (Zero1, ParallelLayout(world=4), None),  # the last rank has nothing of some
+        (Zero1, ParallelLayout(world=4, tp=2, ep=2), None),
+        (Zero1, ParallelLayout(world=4, tp=2, etp=2), None),
+        (Fsdp, ParallelLayout(world=2), None),
+        (Fsdp, ParallelLayout(world=4), 2),
     ):
-        _, found = state(engine_type, config, layout, dtype, (0, 1))
+        _, found = state(engine_type, config, layout, dtype, (0, 1), shard_replicas=run)
         same_bits(found, first)
-        loaded, continued = state(engine_type, config, layout, dtype, (2, 3), whole=raw(found))
+        loaded, continued = state(engine_type, config, layout, dtype, (2, 3), whole=raw(found), shard_replicas=run)
         same_bits(loaded, first)
         same_bits(continued, expected)
+
+
+@pytest.mark.parametrize("config", [replace(LOW, kind="muon"), replace(LOW, kind="muon", exp_avg_dtype="bfloat16")])
+def test_r097_muon_in_few_bits_continues_bit_for_bit(config):
+    alone = ParallelLayout(world=1)
+    _, first = state(Zero1, config, alone, torch.bfloat16, (0, 1))
+    assert first["exp_avg/column"].dtype in (torch.uint8, torch.bfloat16)
+    _, found = state(Zero1, config, alone, torch.bfloat16, (2, 3), whole=raw(first))
+    same_bits(found, state(Zero1, config, alone, torch.bfloat16, range(4))[1])
 
 
 def test_r075_state_has_the_dtypes_that_the_configuration_says():
@@ -158,6 +173,7 @@ def test_r075_state_has_the_dtypes_that_the_configuration_says():
         kinds = {name: tensor.dtype for name, tensor in tables.items()}
         assert kinds.pop("exp_avg/vector") == torch.float32
         assert kinds.pop("exp_avg/scalar") == torch.float32
+        assert kinds.pop("exp_avg/one") == torch.float32  # there is no dim to lie along
         assert kinds.pop("exp_avg/experts_b") == torch.float32  # stacked vectors
         expected = {
             "master": torch.bfloat16,
@@ -303,6 +319,19 @@ def test_float32_state_equals_the_fused_adamw_of_torch_to_the_last_bit(dtype):
     assert torch.equal(weights, judge)
     for slot in optimizer._slots[0]:
         assert torch.equal(slot.values, reference.state[judge][slot.name])
+
+
+@pytest.mark.parametrize("elements", [15, 33, 2**17 + 13])
+def test_an_odd_end_is_updated_as_if_more_followed_it(elements):
+    """As where a shard ends and its parameter does not: no bit depends on where it was cut."""
+    whole, part = one_buffer(CONFIG, (elements + 100,), torch.float32), one_buffer(CONFIG, (elements,), torch.float32)
+    part.weights.copy_(whole.weights[:elements])
+    gradients = torch.randn(20, elements + 100)
+    for buffer in (whole, part):
+        optimizer = optimizer_of(CONFIG, buffer)
+        for gradient in gradients:
+            optimizer.step(0.1, [gradient[: buffer.weights.numel()].clone()])
+    assert torch.equal(part.weights, whole.weights[:elements])
 
 
 def test_combinations_of_dtypes_all_train():

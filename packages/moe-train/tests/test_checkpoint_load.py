@@ -289,6 +289,14 @@ def test_r075_another_dtype_is_refused_and_never_cast(saved_dtype, wanted, tmp_p
     )
 
 
+def test_r075_moments_in_other_bits_are_named_before_the_scales_that_they_lack(saved):
+    scales = part("exp_avg_scale/a", torch.ones(5, 1))
+    saved.targets = [*saved.targets[:2], part("exp_avg/a", torch.ones(5, 3, dtype=torch.uint8)), scales]
+    saved.refuses(
+        "exp_avg/a has dtype float32, this run needs uint8; nothing is converted: .* the dtypes of optim must"
+    )
+
+
 def test_r097_missing_moments_are_named_with_what_may_have_been_meant(saved):
     saved.targets += [part("exp_avg/b", torch.ones(4)), part("exp_avg_sq/a", torch.ones(5, 3))]
     assert "exp_avg_sq/a" in saved.refuses("does not fit this model: it lacks exp_avg/b, exp_avg_sq/a")

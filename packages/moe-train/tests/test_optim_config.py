@@ -6,6 +6,7 @@ from contextlib import redirect_stdout
 import pytest
 import torch
 
+from moe_memory import MoeMemoryError
 from moe_memory.config import OptimGroup
 from moe_memory.testing.session import assembled, copied
 from moe_parallel import AxisGroups, ParallelConfig, ParallelLayout, run_distributed
@@ -15,7 +16,6 @@ from moe_train.config.checks import mesh_of
 from moe_train.config.error import ConfigError
 from moe_train.config.load import load_config
 from moe_train.config.toml import to_toml
-from moe_train.errors import MoeTrainError
 from moe_train.progress import restore
 from moe_train.run_directory import RunDirectory
 from moe_train.testing import SMALL, short_corpus, small_config
@@ -52,33 +52,56 @@ def test_what_is_wrong_is_named(override, mentions):
     assert mentions in str(error.value)
 
 
-def test_r050_a_group_that_reaches_nothing_is_an_error():
-    config = load_config("tiny_moe", [], ['optim.groups=[{pattern="*.expert.*"}]']).config
-    with pytest.raises(MoeTrainError, match=r"'\*\.expert\.\*' in optim\.groups matches no parameter"):
+@pytest.mark.parametrize(
+    ("override", "mentions"),
+    [
+        ('optim.groups=[{pattern="*.expert.*"}]', r"'\*\.expert\.\*' in optim\.groups matches no parameter"),
+        ('optim.muon.adamw=["*embedding*", "*lm_head*"]', r"'\*lm_head\*' in optim\.muon\.adamw matches no parameter"),
+        (
+            'optim.groups=[{pattern="*.moe.*"}, {pattern="*.experts.*", lr_scale=0.5}]',
+            r"'\*\.experts\.\*' in optim\.groups reaches no parameter: .* '\*\.moe\.\*' before it take all",
+        ),
+    ],
+)
+def test_r050_a_pattern_that_reaches_nothing_is_an_error(override, mentions):
+    config = load_config("tiny_moe", [], [override]).config
+    with pytest.raises(MoeMemoryError, match=mentions):
         assemble(config)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "overrides",
+    ("overrides", "dtypes"),
     [
-        ("optim.exp_avg_dtype=int8", "optim.exp_avg_sq_dtype=int8"),
+        (("optim.exp_avg_dtype=int8", "optim.exp_avg_sq_dtype=int8"), {torch.float32, torch.uint8}),
         (
-            "memory.compute_dtype=bfloat16",
-            "optim.master_dtype=bfloat16",
-            "optim.gradient_dtype=bfloat16",
-            "optim.exp_avg_sq_dtype=bfloat16",
-            "optim.kind=muon",
+            (
+                "memory.compute_dtype=bfloat16",
+                "optim.master_dtype=bfloat16",
+                "optim.gradient_dtype=bfloat16",
+                "optim.exp_avg_sq_dtype=bfloat16",
+                "optim.kind=muon",
+            ),
+            {torch.float32, torch.bfloat16},
+        ),
+        (
+            (
+                "optim.kind=muon",
+                "optim.exp_avg_dtype=int8",
+                "optim.exp_avg_sq_dtype=bfloat16",
+                'optim.groups=[{pattern="*.q_proj.weight", rows=[8]}]',
+            ),
+            {torch.float32, torch.bfloat16, torch.uint8},
         ),
     ],
-    ids=["int8", "low"],
+    ids=["int8", "low", "muon int8"],
 )
-def test_r075_a_checkpoint_keeps_bits_and_dtypes_on_every_layout(overrides, tmp_path):
-    def state(layout, engine, steps):
+def test_r075_a_checkpoint_keeps_bits_and_dtypes_on_every_layout(overrides, dtypes, tmp_path):
+    def state(layout, engine, steps, *more):
         """After training up to so many steps from the latest checkpoint; only read if there are none to do."""
-        degrees = [f"parallel.{axis}={layout.size(axis)}" for axis in ("tp", "ep", "etp")]
-        more = [*degrees, f"memory.data_parallel={engine}", "model.num_experts=8", "model.expert_features=12"]
-        settings = [*SMALL, *more, *overrides, "train.steps=2"]
+        degrees = [f"parallel.{axis}={layout.size(axis)}" for axis in ("tp", "pp", "ep", "etp")]
+        sizes = ["model.num_experts=8", "model.expert_features=12"]
+        settings = [*SMALL, *sizes, *degrees, f"memory.data_parallel={engine}", *more, *overrides, "train.steps=2"]
         config = load_config("tiny_moe", [], settings, world=layout.world).config
 
         def on_rank(groups):
@@ -102,16 +125,15 @@ def test_r075_a_checkpoint_keeps_bits_and_dtypes_on_every_layout(overrides, tmp_
         return assembled(parts, str(layout))
 
     expected = state(ParallelLayout(world=2, tp=2, ep=2), "zero1", 2)
-    kinds = {str(tensor.dtype) for tensor in expected.values()}
-    assert kinds == (
-        {"torch.float32", "torch.uint8"} if "int8" in overrides[0] else {"torch.float32", "torch.bfloat16"}
-    )
-    for layout, engine in (
+    assert {tensor.dtype for tensor in expected.values()} == dtypes
+    for layout, engine, *more in (
         (ParallelLayout(world=1), "zero1"),
         (ParallelLayout(world=2), "fsdp"),
+        (ParallelLayout(world=4), "fsdp", "memory.shard_replicas=2"),
+        (ParallelLayout(world=4, tp=2, pp=2), "zero1"),
         (ParallelLayout(world=4, tp=2, etp=2, ep=2), "zero1"),
     ):
-        found = state(layout, engine, 0)
+        found = state(layout, engine, 0, *more)
         assert set(found) == set(expected)
         for name, tensor in expected.items():
             assert found[name].dtype == tensor.dtype, name

@@ -39,7 +39,7 @@ class MemoryConfig:
             every run has all of it; none shards over all.
         reshard: when `fsdp` cuts weights again.
         prefetch_units: of `fsdp`, so many units are gathered ahead of the one whose forward runs.
-        compute_dtype: dtype of weights and activations; master weights are at least float32.
+        compute_dtype: dtype of weights and activations; `optim.master_dtype` is that of master weights.
         recompute: `full` keeps only the input of each layer and runs its forward again in the backward pass. A list
             names units that do so alone, in all layers or as `unit@pattern` in those of matching names
             (`moe_memory.unit_choice`): `layernorm`, `mla_up_proj`, `moe_act`, `core_attn`, `mlp`, `moe`,
@@ -98,7 +98,7 @@ class MuonConfig:
             in float64 under `float32`.
         scale: an update of a matrix [m, n] has this root mean square, as one of AdamW has about 0.2: what has singular
             values of one is multiplied by `scale * sqrt(max(m, n))`.
-        adamw: patterns of global names whose matrices stay with AdamW.
+        adamw: patterns of global names whose matrices stay with AdamW; those that are no default must match some.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
@@ -126,7 +126,8 @@ class MuonConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimGroup:
-    """What parameters whose global names match a pattern do otherwise. The first group that matches decides.
+    """What parameters whose global names match a pattern do otherwise. The first group that matches decides; one that
+    decides nothing is an error.
 
     Attributes:
         pattern: of global names, such as `*.experts.*`.
@@ -169,7 +170,8 @@ class OptimConfig:
     """AdamW (arXiv 1711.05101) or Muon, their state, and the learning-rate schedule.
 
     Where a dtype is `float32` a run that computes in float64 has float64. What computes in the internal dtype, such as
-    a router, keeps its master weights and gradients there. What is stored in bfloat16 is rounded stochastically.
+    a router, keeps its master weights and gradients there. Master weights and moments in bfloat16 are rounded
+    stochastically, gradients to the nearest.
 
     Attributes:
         kind: `muon` takes matrices, each expert's alone, but those of `muon.adamw`; everything else is AdamW's.
@@ -240,7 +242,15 @@ class OptimConfig:
             ),
             *self.muon.problems(),
             *(problem for group in self.groups for problem in group.problems()),
+            *(self._without_muon(group) for group in self.groups if group.rows and self._kind_of(group) == "adamw"),
         ]
+
+    def _kind_of(self, group: OptimGroup) -> str:
+        return self.kind if group.kind == "default" else group.kind
+
+    def _without_muon(self, group: OptimGroup) -> Problem:
+        rule = f"rows of {group.pattern!r} are for Muon, and AdamW updates these"
+        return Problem(key="optim.groups", value=group.rows, rule=rule, legal="no rows, or kind = 'muon'")
 
 
 def state_problems(memory: MemoryConfig, optim: OptimConfig) -> list[Problem]:

@@ -20,6 +20,7 @@ from moe_kernels.implementation import choose_implementation
 from moe_memory.data_parallel import DataParallelEngine, build_engine
 from moe_memory.initialise import initialise
 from moe_memory.offload import memory_policy
+from moe_memory.optim.rules import check_patterns as check_optim_patterns
 from moe_parallel import (
     AttentionCore,
     AxisGroups,
@@ -170,7 +171,7 @@ def assemble(
     check_patterns(family.internal_parameters, specs)
     here = [name for name, _ in model.named_parameters()]
     keep_internal = [p for p in family.internal_parameters if any(fnmatchcase(name, p) for name in here)]
-    check_patterns([group.pattern for group in config.optim.groups], specs, "in optim.groups")
+    check_optim_patterns(config.optim, specs)
     engine = build_engine(
         config.memory,
         config.optim,
@@ -204,16 +205,14 @@ def assemble(
     )
 
 
-def check_patterns(
-    patterns: Sequence[str], names: Iterable[str], place: str = "of parameters in the internal dtype"
-) -> None:
+def check_patterns(patterns: Sequence[str], names: Iterable[str]) -> None:
     """Raises:
-    MoeTrainError: a pattern that no parameter of the whole model has; the message says its place.
+    MoeTrainError: a pattern of parameters in the internal dtype that no parameter of the whole model has.
     """
     names = list(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise MoeTrainError(f"the pattern {pattern!r} {place} matches no parameter")
+            raise MoeTrainError(f"the pattern {pattern!r} of parameters in the internal dtype matches no parameter")
 
 
 def attention_core(parallel: ParallelConfig, groups: Groups) -> AttentionCore:

@@ -1,7 +1,7 @@
 """Data-parallel engines behind one seam."""
 
+import functools  # whole, as a module here is called partial
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -24,16 +24,11 @@ def build_engine(
     seed: int = 0,
 ) -> DataParallelEngine:
     """The engine that the configuration names; the arguments are those of `ShardedEngine`."""
-    engine: type[ShardedEngine]
+    engine: Callable[..., DataParallelEngine] = Zero1
     if memory.data_parallel == "fsdp":
         from moe_memory.data_parallel.fsdp import Fsdp  # only where it is wanted: it takes three seconds
 
-        engine = Fsdp
-    else:
-        engine = Zero1
-    options: dict[str, Any] = {}
-    if engine is not Zero1:
-        options = {"reshard": memory.reshard, "prefetch_units": memory.prefetch_units}
+        engine = functools.partial(Fsdp, reshard=memory.reshard, prefetch_units=memory.prefetch_units)
     return engine(
         optim,
         groups,
@@ -43,5 +38,4 @@ def build_engine(
         seed=seed,
         bucket_bytes=round(memory.bucket_mib * 2**20),
         shard_replicas=memory.shard_replicas,
-        **options,
     )

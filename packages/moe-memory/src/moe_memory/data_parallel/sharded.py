@@ -30,7 +30,7 @@ from moe_parallel import Groups, ParameterKind, ShardSpec, local_box
 
 
 class ShardedEngine(ABC):
-    """AdamW in at least float32, with master weights and moments sharded over the replicas.
+    """An optimizer that computes in at least float32, with master weights and moments sharded over the replicas.
 
     Dense parameters are replicated over `cp dp`, experts over `edp`: there gradients are summed and the state is
     sharded. Ranks of `tp`, or of `etp` and `ep`, that hold the same part of a parameter have a copy of its state each.

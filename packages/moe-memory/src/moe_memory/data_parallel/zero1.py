@@ -1,8 +1,8 @@
 """`Zero1`: flat buckets, with master weights and moments sharded over the replicas (ZeRO-1, arXiv 1910.02054).
 
-Parameters that behave alike (`BucketKey`) lie in one bucket, so that an update, a norm or a reduction is one operation
-on one tensor. The reduction of a bucket runs under the rest of the backward, its weights
-come back under the next forward.
+Parameters that behave alike (`BucketKey`) lie in one bucket, so that a norm, a reduction and, of float32 state, an
+update is one operation on one tensor. The reduction of a bucket runs under the rest of the backward, its weights come
+back under the next forward.
 """
 
 from collections.abc import Mapping

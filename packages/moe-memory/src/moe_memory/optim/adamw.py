@@ -9,16 +9,16 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from moe_memory.config import OptimConfig
-from moe_memory.optim.buffer import Buffer, padded_chunk
-from moe_memory.optim.rounding import element_numbers, random_bits, round_to_bfloat16
+from moe_memory.optim.buffer import VECTOR, Buffer, keep, work_on
 from moe_memory.optim.slots import Slot
 
 
 class AdamW:
     """AdamW (arXiv 1711.05101) with torch's fused kernel.
 
-    Where weights, gradients and moments have the dtype of the arithmetic, a buffer is one call of the kernel. Else
-    chunks of it are brought to that dtype, updated by the same kernel and brought back: nothing is ever whole in it.
+    Where weights, gradients and moments have the dtype of the arithmetic, and fill whole vectors, a buffer is one call
+    of the kernel. Else chunks of it are brought to that dtype, updated by the same kernel and brought back: nothing is
+    ever whole in it.
 
     Args:
         config: of the optimizer.
@@ -48,29 +48,21 @@ class AdamW:
             updates: so far; they enter the bias correction.
         """
         rule = buffer.rule
-        if rule.is_plain:
+        if rule.is_plain and buffer.weights.numel() % VECTOR == 0:
             gradient.mul_(gradient_factor)
             self._kernel(buffer, buffer.weights, gradient, [slot.values for slot in slots], learning_rate, updates)
             return
         rounded = torch.bfloat16 in (rule.master, *(dtype for _, dtype in rule.slots))
         for chunk in buffer.chunks():
             stored = chunk.of(buffer.weights)
-            bits = None
-            if rounded:
-                whole = chunk.part.spec.shape
-                number = element_numbers(chunk.part.box, whole, chunk.start, chunk.stop, stored.device)
-                bits = random_bits(self._seed, updates, chunk.part.name, number)
-            weight = padded_chunk(stored, rule.internal)
+            weight = work_on(stored, rule.internal)
             moments = [slot.read(chunk, rule.internal) for slot in slots]
-            scaled = padded_chunk(chunk.of(gradient), rule.internal).mul_(gradient_factor)
+            scaled = work_on(chunk.of(gradient), rule.internal).mul_(gradient_factor)
             self._kernel(buffer, weight, scaled, moments, learning_rate, updates)
-            for slot, values in zip(slots, moments, strict=True):
-                slot.write(chunk, values, bits)
-            weight = weight[: stored.numel()]
-            if rule.master == torch.bfloat16:
-                assert bits is not None
-                weight = round_to_bfloat16(weight, bits, "master")
-            stored.copy_(weight)
+            bits = chunk.random_bits(self._seed, updates, stored.device) if rounded else None
+            for slot, moment in zip(slots, moments, strict=True):
+                slot.write(chunk, moment, bits)
+            keep(stored, weight, bits, "master")
 
     def _kernel(
         self,

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from moe_memory.optim.blocks import BLOCK, block_dim, view_by_block
+from moe_memory.optim.rounding import element_numbers, random_bits, round_to_bfloat16
 from moe_memory.optim.rules import UpdateRule
 from moe_parallel import Box, ShardSpec
 
 # Elements that are in the dtype of the arithmetic at once: a few tensors of this size fit into a processor's cache.
-CHUNK_ELEMENTS = 2**18
+CHUNK_ELEMENTS = 2**17
 # What does not fill a vector of 64 bytes torch's fused AdamW rounds differently (`data_parallel.sections`).
 VECTOR = 16
 
@@ -57,6 +58,11 @@ class Chunk:
     def of(self, flat: Tensor) -> Tensor:
         """The elements, in a tensor that is laid out as the buffer."""
         return flat[self.part.start + self.start : self.part.start + self.stop]
+
+    def random_bits(self, seed: int, update: int, device: torch.device) -> Tensor:
+        """Of the elements, for `keep` (`rounding.random_bits`)."""
+        number = element_numbers(self.part.box, self.part.spec.shape, self.start, self.stop, device)
+        return random_bits(seed, update, self.part.name, number)
 
 
 @dataclass(kw_only=True)
@@ -115,8 +121,35 @@ def _runs(part: Part, shape_ABC: tuple[int, int, int], rows: int) -> Iterator[Ch
         yield Chunk(part, first * b * c, last * b * c, (last - first, b, c), slice(first, last), slice(0, b))
 
 
-def padded_chunk(source: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy in another dtype, with zeros up to whole vectors."""
-    out = source.new_zeros(-(-source.numel() // VECTOR) * VECTOR, dtype=dtype)
-    out[: source.numel()].copy_(source)
-    return out
+def work_on(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """The elements of a chunk in the dtype of the arithmetic, to be changed in place and given to `keep`.
+
+    They are the stored ones if these are of that dtype and fill whole vectors; else a copy, with zeros behind them.
+    """
+    if stored.dtype == dtype and stored.numel() % VECTOR == 0:
+        return stored
+    work = whole_vectors(stored, dtype)
+    work[: stored.numel()].copy_(stored)
+    return work
+
+
+def whole_vectors(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for so many elements, and zeros up to whole vectors."""
+    work = torch.empty(-(-stored.numel() // VECTOR) * VECTOR, dtype=dtype, device=stored.device)
+    work[stored.numel() :].zero_()
+    return work
+
+
+def keep(stored: Tensor, work: Tensor, bits: Tensor | None = None, field: str = "") -> None:
+    """Store what `work_on` gave out.
+
+    Args:
+        bits: random bits of the elements, so that what is stored in bfloat16 is rounded stochastically.
+        field: which of them (`round_to_bfloat16`).
+    """
+    if work.untyped_storage() is stored.untyped_storage():
+        return
+    values = work[: stored.numel()]
+    if stored.dtype == torch.bfloat16 and bits is not None:
+        values = round_to_bfloat16(values, bits, field)
+    stored.copy_(values)

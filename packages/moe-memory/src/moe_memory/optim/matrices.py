@@ -25,6 +25,8 @@ def matrices(spec: ShardSpec, rows: tuple[int, ...] = ()) -> Iterator[Box]:
     Raises:
         MoeMemoryError: they do not end with the last row.
     """
+    if prod(spec.shape) == 0:
+        return
     row_dim, column_dim = matrix_dims(spec)
     height = spec.shape[row_dim]
     rows = rows or (height,)
@@ -41,8 +43,7 @@ def matrices(spec: ShardSpec, rows: tuple[int, ...] = ()) -> Iterator[Box]:
         shape[column_dim] = spec.shape[column_dim]
         for size in rows * (height // sum(rows)):
             shape[row_dim] = size
-            if prod(shape):
-                yield Box(tuple(offset), tuple(shape))
+            yield Box(tuple(offset), tuple(shape))
             offset[row_dim] += size
 
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from moe_memory.config import OptimConfig
-from moe_memory.optim.buffer import Buffer
+from moe_memory.optim.buffer import Buffer, keep, work_on
 from moe_memory.optim.orthogonal import orthogonalised
 from moe_memory.optim.owners import WholeMatrices
-from moe_memory.optim.rounding import element_numbers, random_bits, round_to_bfloat16
 from moe_memory.optim.rules import UpdateRule
 from moe_memory.optim.slots import Slot
 from moe_parallel import Groups, ParameterKind, ShardSpec
@@ -101,16 +100,11 @@ class Muon:
         for chunk in buffer.chunks():
             here = chunk.of(gradient)
             momentum = slot.read(chunk, buffer.rule.internal)
-            scaled = torch.zeros_like(momentum)
-            scaled[: here.numel()].copy_(here).mul_(gradient_factor)
+            scaled = work_on(here, buffer.rule.internal).mul_(gradient_factor)
             momentum.mul_(config.momentum).add_(scaled)
-            bits = None
-            if slot.values.dtype == torch.bfloat16:
-                number = element_numbers(chunk.part.box, chunk.part.spec.shape, chunk.start, chunk.stop, here.device)
-                bits = random_bits(self._seed, updates, chunk.part.name, number)
-            slot.write(chunk, momentum, bits)
-            result = scaled.add_(momentum, alpha=config.momentum) if config.nesterov else momentum
-            here.copy_(result[: here.numel()])
+            rounded = slot.values.dtype == torch.bfloat16
+            slot.write(chunk, momentum, chunk.random_bits(self._seed, updates, here.device) if rounded else None)
+            keep(here, scaled.add_(momentum, alpha=config.momentum) if config.nesterov else momentum)
 
     def _orthogonalise(self, matrices: list[Tensor]) -> list[Tensor]:
         """Those of one shape together."""
@@ -130,10 +124,8 @@ class Muon:
         rate = learning_rate * rule.lr_scale
         for chunk in buffer.chunks():
             stored = chunk.of(buffer.weights)
-            weight = stored.to(rule.internal).mul(1 - rate * rule.weight_decay)
-            weight.add_(chunk.of(update).to(rule.internal), alpha=-rate)
-            if rule.master == torch.bfloat16:
-                number = element_numbers(chunk.part.box, chunk.part.spec.shape, chunk.start, chunk.stop, stored.device)
-                bits = random_bits(self._seed, updates, chunk.part.name, number)
-                weight = round_to_bfloat16(weight, bits, "master")
-            stored.copy_(weight)
+            weight = work_on(stored, rule.internal).mul_(1 - rate * rule.weight_decay)
+            weight.add_(work_on(chunk.of(update), rule.internal), alpha=-rate)
+            rounded = rule.master == torch.bfloat16
+            bits = chunk.random_bits(self._seed, updates, stored.device) if rounded else None
+            keep(stored, weight, bits, "master")

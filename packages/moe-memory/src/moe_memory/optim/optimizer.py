@@ -57,11 +57,14 @@ class Optimizer:
         self._host = HostUpdates(device, self._copies)
         for index in _on_host(config, buffers):
             self._buffers[index] = self._host.take(index, buffers[index])
-        self._slots = [[Slot(buffer, name, dtype) for name, dtype in buffer.rule.slots] for buffer in self._buffers]
-        self._homes = [self._home(index) for index in range(len(buffers))]
-        for (slots, _), index in zip(self._homes, range(len(buffers)), strict=True):
+        self._slots: list[list[Slot]] = []
+        self._homes: list[tuple[Home, Home]] = []
+        # One buffer after the other, so that the state of all is never on the device at once.
+        for index, buffer in enumerate(self._buffers):
+            self._slots.append([Slot(buffer, name, dtype) for name, dtype in buffer.rule.slots])
+            self._homes.append(self._home(index))
             if index not in self._host:
-                slots.leave()
+                self._homes[index][0].leave()
         self._muon_indices = [index for index, buffer in enumerate(buffers) if buffer.rule.kind == "muon"]
         self._adamw_indices = [
             index for index, buffer in enumerate(buffers) if buffer.rule.kind == "adamw" and index not in self._host

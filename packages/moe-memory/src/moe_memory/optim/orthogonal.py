@@ -11,7 +11,7 @@ _EPS = 1e-7
 def orthogonalised(x_XMN: Tensor, steps: int) -> Tensor:
     """Matrices with the singular vectors of these and singular values of about one, in the same dtype.
 
-    Each matrix of the batch alone. A matrix of zeros stays.
+    Each matrix of the batch alone. A matrix of zeros stays, and one of a norm below 10^-7 is not brought up to one.
     """
     tall = x_XMN.shape[-2] > x_XMN.shape[-1]
     y = x_XMN.mT if tall else x_XMN  # the product of the shorter side

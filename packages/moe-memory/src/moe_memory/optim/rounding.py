@@ -15,6 +15,7 @@ from moe_parallel import Box
 FIELDS = ("master", "exp_avg", "exp_avg_sq")
 _FIELD_BITS = 16
 _LOST_BITS = 16  # of float32 in bfloat16
+_LARGEST = torch.finfo(torch.bfloat16).max
 
 
 def element_numbers(box: Box, shape: tuple[int, ...], start: int, stop: int, device: torch.device) -> Tensor:
@@ -33,7 +34,7 @@ def element_numbers(box: Box, shape: tuple[int, ...], start: int, stop: int, dev
             strides.append(stride)
         stride *= whole
     if len(sizes) == 1:
-        return number.add_(offsets[0])
+        return number.add_(offsets[0]) if offsets[0] else number
     place = torch.zeros_like(number)
     for size, offset, stride in zip(sizes, offsets, strides, strict=True):
         place.add_((number % size).add_(offset).mul_(stride))
@@ -45,23 +46,29 @@ def random_bits(seed: int, update: int, name: str, number: Tensor) -> Tensor:
     """int64 with 64 random bits for each element of a parameter, by its number, in one update; reuses `number`."""
     key = TokenRandom(seed=seed, step=update, index_T=number, purpose=f"round/{name}").key
     x = number.mul_(_signed(INCREMENT)).add_(key)
+    shifted = torch.empty_like(x)
     for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, None), strict=True):
-        x.bitwise_xor_((x >> shift).bitwise_and_((1 << (64 - shift)) - 1))
+        torch.bitwise_right_shift(x, shift, out=shifted)
+        x.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1))
         if multiplier is not None:
             x.mul_(_signed(multiplier))
     return x
 
 
 def round_to_bfloat16(x: Tensor, bits: Tensor, field: str) -> Tensor:
-    """Float32 values in bfloat16, up or down; infinities stay, and NaN as torch makes it.
+    """Float32 values in bfloat16, up or down.
+
+    What is larger than the largest of bfloat16 becomes that, never infinite; infinities and NaN stay.
 
     Args:
         bits: of `random_bits`, in the shape of the values.
         field: which of the bits, by what is rounded: one of `FIELDS`.
     """
     shift = _FIELD_BITS * FIELDS.index(field)
-    draw = (bits >> shift).bitwise_and_((1 << _FIELD_BITS) - 1).to(torch.int32)
+    draw = (bits >> shift if shift else bits).to(torch.int32).bitwise_and_((1 << _FIELD_BITS) - 1)
     x = x.to(torch.float32)
+    # Nothing is added to the others: a sum might be infinite, and of NaN, which differ in lower bits, zero.
+    draw.mul_(x.abs().lt_(_LARGEST).to(torch.int32))
     return draw.add_(x.view(torch.int32)).bitwise_and_(-(1 << _LOST_BITS)).view(torch.float32).to(torch.bfloat16)
 
 

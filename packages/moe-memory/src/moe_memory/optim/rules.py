@@ -1,6 +1,6 @@
 """How each parameter is updated: by which optimizer, at which rate, with which decay, and what its state is kept in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from moe_kernels import internal_dtype
-from moe_memory.config import OptimConfig
+from moe_memory.config import MuonConfig, OptimConfig
 from moe_memory.errors import MoeMemoryError
 from moe_memory.optim.blocks import block_dim
 from moe_memory.optim.decay import is_decayed
@@ -102,6 +102,36 @@ def update_rule(
         gradient=torch.bfloat16 if low and config.gradient_dtype == "bfloat16" else internal,
         slots=tuple((name, dtypes[wanted[name]]) for name in names),
     )
+
+
+def check_patterns(config: OptimConfig, names: Collection[str]) -> None:
+    """Refuse patterns without effect; those that `optim.muon.adamw` has by default need not fit every model.
+
+    Args:
+        names: global names of all parameters of the whole model.
+
+    Raises:
+        MoeMemoryError: a pattern of `optim.groups` or `optim.muon.adamw` matches no parameter, or earlier groups take
+            all that a group matches.
+    """
+    own = [pattern for pattern in config.muon.adamw if pattern not in MuonConfig().adamw]
+    for key, patterns in (("groups", [group.pattern for group in config.groups]), ("muon.adamw", own)):
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                some = ", ".join(sorted(names)[:3])
+                raise MoeMemoryError(
+                    f"the pattern {pattern!r} in optim.{key} matches no parameter; parameters have names such as {some}"
+                )
+    for place, group in enumerate(config.groups):
+        earlier = [other.pattern for other in config.groups[:place]]
+        matched = [name for name in names if fnmatchcase(name, group.pattern)]
+        taken_by = [next((pattern for pattern in earlier if fnmatchcase(name, pattern)), None) for name in matched]
+        if None not in taken_by:
+            raise MoeMemoryError(
+                f"the group {group.pattern!r} in optim.groups reaches no parameter: the first group that matches "
+                f"decides, and {', '.join(map(repr, dict.fromkeys(taken_by)))} before it take all {len(matched)} that "
+                "it matches; put it before them, or leave it out"
+            )
 
 
 def check_precision(config: OptimConfig, compute_dtype: torch.dtype) -> None:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from moe_memory.optim.blocks import BLOCK, block_dim, scale_box, scale_shape, view_by_block
-from moe_memory.optim.buffer import VECTOR, Buffer, Chunk, Part, padded_chunk
+from moe_memory.optim.buffer import Buffer, Chunk, Part, keep, whole_vectors, work_on
 from moe_memory.optim.codes import decode, encode
-from moe_memory.optim.rounding import round_to_bfloat16
 from moe_parallel import Box
 
 
@@ -43,30 +42,27 @@ class Slot:
             self.scales = torch.zeros(total, dtype=torch.float32, device=buffer.weights.device)
 
     def read(self, chunk: Chunk, internal: torch.dtype) -> Tensor:
-        """Values in the dtype of the arithmetic, in a temporary tensor with zeros up to whole vectors."""
+        """Values in the dtype of the arithmetic, to be changed in place and given to `write` (`buffer.work_on`)."""
         stored = chunk.of(self.values)
         if self.scales is None:
-            return padded_chunk(stored, internal)
-        out = stored.new_zeros(-(-stored.numel() // VECTOR) * VECTOR, dtype=internal)
-        x_ABC = out[: stored.numel()].view(chunk.shape_ABC)
+            return work_on(stored, internal)
+        work = whole_vectors(stored, internal)
+        x_ABC = work[: stored.numel()].view(chunk.shape_ABC)
         decode(stored.view(chunk.shape_ABC), self._scales_of(chunk), x_ABC, signed=self._signed)
-        return out
+        return work
 
-    def write(self, chunk: Chunk, values: Tensor, bits: Tensor | None) -> None:
-        """Keep what a temporary tensor of `read` holds now.
+    def write(self, chunk: Chunk, work: Tensor, bits: Tensor | None) -> None:
+        """Keep what the tensor of `read` holds now.
 
         Args:
             bits: random bits of the elements, if the state is bfloat16.
         """
         stored = chunk.of(self.values)
-        values = values[: stored.numel()]
         if self.scales is not None:
-            shape = chunk.shape_ABC
-            encode(values.view(shape), stored.view(shape), self._scales_of(chunk), signed=self._signed)
-        elif bits is not None and stored.dtype == torch.bfloat16:
-            stored.copy_(round_to_bfloat16(values, bits, self.name))
+            x_ABC = work[: stored.numel()].view(chunk.shape_ABC)
+            encode(x_ABC, stored.view(chunk.shape_ABC), self._scales_of(chunk), signed=self._signed)
         else:
-            stored.copy_(values)
+            keep(stored, work, bits, self.name)
 
     def tensors(self) -> list[Tensor]:
         """Everything that it keeps."""

@@ -146,6 +146,14 @@ def _check_files(path: Path, index: Index, names: Collection[str]) -> None:
 
 
 def _check_targets(path: Path, index: Index, targets: list[StateTensor], everywhere: set[str]) -> None:
+    # Dtypes first: with another one for moments the checkpoint may also lack their scales, or have some.
+    for target in targets:
+        dtype = str(target.tensor.dtype).removeprefix("torch.")
+        if target.name in index.tensors and index.tensors[target.name].dtype != dtype:
+            raise CheckpointError(
+                f"{path}: the tensor {target.name} has dtype {index.tensors[target.name].dtype}, this run needs "
+                f"{dtype}; nothing is converted: memory.compute_dtype and the dtypes of optim must be as they were"
+            )
     missing, unexpected = sorted(everywhere - index.tensors.keys()), sorted(index.tensors.keys() - everywhere)
     if missing or unexpected:
         found = []
@@ -162,9 +170,6 @@ def _check_targets(path: Path, index: Index, targets: list[StateTensor], everywh
             raise CheckpointError(
                 f"{path}: the tensor {target.name} has shape {stored.shape}, this model needs {target.global_shape}"
             )
-        dtype = str(target.tensor.dtype).removeprefix("torch.")
-        if stored.dtype != dtype:
-            raise CheckpointError(f"{path}: the tensor {target.name} has dtype {stored.dtype}, this run needs {dtype}")
         if tuple(target.tensor.shape) != target.box.shape:
             raise CheckpointError(
                 f"the target {target.name} has shape {tuple(target.tensor.shape)}, its box {target.box.shape}"
