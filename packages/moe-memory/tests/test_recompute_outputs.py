@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_kernels import gated_activation
 from moe_kernels.norm import RMSNorm
@@ -187,12 +188,102 @@ def test_outputs_that_share_memory_with_what_stays_are_refused():
     assert total.untyped_storage().nbytes() == ROWS * FEATURES * 8
 
 
-def test_other_outputs_in_the_backward_are_an_error():
+@pytest.mark.parametrize(
+    ("again", "message"),
+    [
+        (lambda x: torch.tanh(x[1:]), r"are 1: \[23, 10\].* and in the forward they were 1: \[24, 10\]"),
+        (lambda x: torch.tanh(x).t().contiguous().t(), r"strides \(1, 24\).* and in the forward .*strides \(10, 1\)"),
+        (lambda x: torch.tanh(x).view(10, 24), r"are .*\[10, 24\]"),
+        (lambda x: torch.tanh(x).view(torch.int64), r"are .*int64"),
+        (lambda x: (torch.tanh(x), torch.tanh(x)), "are 2: .* and in the forward they were 1: "),
+        (lambda x: F.dropout(torch.tanh(x), 0.5), "drew random numbers"),
+    ],
+    ids=["rows", "strides", "shape", "dtype", "number", "random"],
+)
+def test_other_outputs_in_the_backward_are_an_error(again, message):
     x, w = weight(ROWS, FEATURES), weight(FEATURES, FEATURES)
     a = torch.tanh(x)
     y = a @ w
-    discard_outputs((a,), y, lambda x: torch.tanh(x[1:]), (x,))
-    with pytest.raises(MoeMemoryError, match=f"have .{23 * 80}. bytes, and in the forward they had .{24 * 80}."):
+    discard_outputs((a,), y, again, (x,))
+    with pytest.raises(MoeMemoryError, match=message):
+        y.sum().backward()
+
+
+def test_an_output_that_is_read_again_has_its_value_or_is_an_error():
+    """A residual reads nothing; what needs the value finds it behind the consumer's gradient, and not before."""
+    x, w = weight(ROWS, FEATURES), weight(FEATURES, FEATURES)
+
+    def outputs(discards):
+        a = torch.tanh(x)
+        squared, y = a[2:].square(), a @ w
+        if discards:
+            discard_outputs((a,), y, torch.tanh, (x,))
+        return a, squared, y
+
+    found = []
+    for discards in (False, True):
+        _, squared, y = outputs(discards)
+        # The consumer's gradient comes first, since it comes from what was made of the other.
+        found.append(gradients(torch.cat((y[2:] * squared.detach(), squared)) + y.sum(), x, w))
+    for mine, theirs in zip(found[1], found[0], strict=True):
+        assert torch.equal(mine, theirs)
+    a, squared, y = outputs(True)
+    with pytest.raises(RuntimeError, match="needed for gradient computation has been modified"):
+        squared.sum().backward()
+    assert a.untyped_storage().nbytes() == 0
+    assert torch.equal(gradients(y, w)[0], gradients(outputs(False)[2], w)[0])
+
+
+def test_an_output_of_two_units_is_refused():
+    x, w = weight(ROWS, FEATURES), weight(FEATURES, FEATURES)
+    a = torch.tanh(x)
+    y, z = a @ w, a @ w.t()
+    discard_outputs((a,), y, torch.tanh, (x,))
+    with pytest.raises(MoeMemoryError, match="has been freed already"):
+        discard_outputs((a,), z, torch.tanh, (x,))
+
+
+def test_outputs_without_rows_and_with_gaps_are_made_again():
+    """A rank without tokens, and views that do not lie in a row."""
+    w = weight(FEATURES, FEATURES)
+
+    def gaps(x):
+        return torch.tanh(torch.cat((x, x), -1))[:, ::2]
+
+    for rows, make in ((0, torch.tanh), (ROWS, gaps), (ROWS, lambda x: torch.tanh(x.t()).t())):
+        x, found = weight(rows, FEATURES), []
+        for discards in (False, True):
+            a = make(x)
+            y = a @ w
+            if discards:
+                discard_outputs((a,), y, make, (x,))
+                assert a.untyped_storage().nbytes() == 0
+            found.append(gradients(y, x, w))
+        for mine, theirs in zip(found[1], found[0], strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_tensors_without_memory_are_made_again_too():
+    """As where a model runs to be measured."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x, w = weight(ROWS, FEATURES), weight(FEATURES, FEATURES)
+        a = torch.tanh(x)
+        y = a @ w
+        discard_outputs((a,), y, torch.tanh, (x,))
+        assert a.untyped_storage().nbytes() == 0
+        assert [gradient.shape for gradient in gradients(y, x, w)] == [x.shape, w.shape]
+    assert a.untyped_storage().nbytes() == ROWS * FEATURES * 8
+
+
+def test_what_is_kept_must_not_be_written():
+    x, w = weight(ROWS, FEATURES), weight(FEATURES, FEATURES)
+    h = x * 2
+    a = torch.tanh(h.detach()).requires_grad_()
+    y = a @ w
+    discard_outputs((a,), y, torch.tanh, (h,))
+    with torch.no_grad():
+        h.add_(1)
+    with pytest.raises(RuntimeError, match="needed for gradient computation has been modified"):
         y.sum().backward()
 
 

@@ -1,8 +1,9 @@
 """What is used of torch beyond its public interface still does what it did."""
 
+import pytest
 import torch
 
-from moe_memory._torch_compat import in_backward, write_count
+from moe_memory._torch_compat import in_backward, withhold, write_count
 
 
 def test_write_count_sees_writes_through_views_and_not_those_of_data_aliases():
@@ -46,3 +47,20 @@ def test_a_forward_inside_a_backward_is_known():
     Watch.apply(torch.ones(2, requires_grad=True)).sum().backward()
     assert seen == [False, True]
     assert not in_backward()
+
+
+def test_a_backward_may_read_what_is_withheld_when_that_is_over_and_not_before():
+    x = torch.ones(4, requires_grad=True)
+    base = x * 2
+    loss = base[1:].square().sum() + base.detach().mul(x).sum()
+    counts = write_count(base)
+    outer = withhold([base, base[:2]])
+    inner = withhold([base[2:]])
+    inner()
+    with pytest.raises(RuntimeError, match="needed for gradient computation has been modified"):
+        loss.backward(retain_graph=True)
+    outer()
+    assert write_count(base) == counts
+    loss.backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2, 10, 10, 10]

@@ -12,7 +12,7 @@ from moe_kernels.grouped_gemm import select_grouped_gemm
 from moe_memory import LayerUnits, SavedBytes
 from moe_parallel import ParallelLayout, run_distributed
 from moe_train.assemble import assemble
-from moe_train.config.checks import mesh_of
+from moe_train.config.checks import layout_of, mesh_of
 from moe_train.config.load import load_config
 from moe_train.config.toml import toml_value
 from moe_train.data.microbatches import next_step
@@ -84,9 +84,9 @@ def kept_and_formula(config, groups=None):
         found.append(saved.total_bytes)
         return result
 
-    def planned(*arguments):
-        plans.append(plan_of(*arguments))
-        return plans[-1]
+    def planned(routing, *arguments):
+        plans.append((len(routing.ids_TK), plan_of(routing, *arguments)))
+        return plans[-1][1]
 
     layer.dispatcher.plan = planned
     window = LoadWindow(counts_LE=torch.ones(1, 8, dtype=torch.int64), num_tokens=8)
@@ -94,20 +94,23 @@ def kept_and_formula(config, groups=None):
     with patch.object(LayerUnits, "run", measured):
         run_step(run, step, updates=0, window=window)
     batch = step[0].batch
-    tokens = batch.token_BS.numel()
+    tokens, plan = plans[0]
     dtype = getattr(torch, config.memory.compute_dtype)
     expected = moe_layer_bytes(
         config.model,
         tokens=tokens,
-        rows=plans[0].num_rows,
-        local_experts=len(plans[0].counts_E),
+        rows=plan.num_rows,
+        local_experts=len(plan.counts_E),
         compute_bytes=dtype.itemsize,
         internal_bytes=max(dtype.itemsize, 4),
         balance_groups=batch.token_BS.shape[0],
         segments=batch.token_BS.shape[0],
+        tp=config.parallel.tp,
+        etp=config.parallel.etp,
+        sequence_parallel=config.parallel.sequence_parallel,
         units=config.memory.recompute,
     )
-    return found[0], expected, plans[0].num_rows
+    return found[0], expected, plan.num_rows
 
 
 def config_of(dtype, losses, router, part, units, *more, world=1):
@@ -133,14 +136,23 @@ def test_the_formula_holds_for_every_combination():
             assert kept == expected.total, row
 
 
+DISPATCHERS = {
+    "rows": ("comm.kind=alltoall",),
+    "choices": ("comm.kind=alltoall", "comm.row=per_expert"),
+    "all": ("comm.kind=allgather",),
+    "nodes": ("comm.kind=hybrid", "parallel.ranks_per_node=1"),
+    "lanes": ("comm.kind=hybrid", "parallel.ranks_per_node=1", "comm.lanes=2"),
+    "rail": ("comm.kind=hybrid", "parallel.ranks_per_node=1", "comm.rail=allgather"),
+    "fixed rows": ("comm.kind=alltoall", "comm.rank_capacity_factor=2"),
+}
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "more", [(), ("comm.row=per_expert",), ("comm.kind=allgather",)], ids=["rows", "choices", "all"]
-)
-def test_r126_what_is_exchanged_is_not_kept_and_experts_on_more_ranks_keep_no_less(more):
+@pytest.mark.parametrize("name", DISPATCHERS)
+def test_r126_what_is_exchanged_is_not_kept_and_experts_on_more_ranks_keep_no_less(name):
     """Over two ranks the formula is that of the rows that arrived; all ranks together keep what one process does."""
-    options = ("float32", "aux", "softmax", "shared", "nothing", "parallel.ep=2", "comm.kind=alltoall", *more)
-    config = config_of(*options, world=2)
+    options = ("float32", "aux", "softmax", "shared", "nothing")
+    config = config_of(*options, "parallel.ep=2", *DISPATCHERS[name], world=2)
     layout = ParallelLayout(world=2, ep=2)
 
     def on_rank(mesh):
@@ -148,11 +160,41 @@ def test_r126_what_is_exchanged_is_not_kept_and_experts_on_more_ranks_keep_no_le
         return kept, expected.total, expected.experts, rows
 
     with short_corpus():
-        _, alone, rows_alone = kept_and_formula(config_of(*options[:5]))
+        _, alone, rows_alone = kept_and_formula(config_of(*options))
         found = run_distributed(layout, on_rank, timeout_s=30, limit_s=60, **mesh_of(config, layout))
     assert [kept for kept, *_ in found] == [total for _, total, *_ in found]
-    assert sum(rows for *_, rows in found) == rows_alone
-    assert sum(experts for _, _, experts, _ in found) == alone.experts
+    # Twice the rows of even load are those of the worst case.
+    more = 2 if name == "fixed rows" else 1
+    assert sum(rows for *_, rows in found) == more * rows_alone
+    row_bytes = (alone.experts - 4 * config.model.num_experts) // rows_alone
+    assert sum(experts for _, _, experts, _ in found) - alone.experts == (more - 1) * rows_alone * row_bytes
+
+
+SHARED_LAYERS = {
+    "rows": ("parallel.cp=2",),
+    "tokens": ("parallel.tp=2", "parallel.sequence_parallel=true"),
+    "features": ("parallel.tp=2", "parallel.etp=2"),
+    "experts": ("parallel.tp=2", "parallel.ep=2"),
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", SHARED_LAYERS)
+def test_the_formula_holds_for_ranks_that_share_a_layer(name):
+    sizes = ("model.shared_features=10", "model.expert_features=12")
+    found = []
+    for row in covering((("float32", "bfloat16"), *TABLES[1:])):
+        more = sizes if row[3] in ("shared", "gated", "both", "capacity") else sizes[1:]
+        found.append((row, config_of(*row, *more, *SHARED_LAYERS[name], world=2)))
+    layout = layout_of(found[0][1], 2)
+
+    def on_rank(mesh):
+        for row, config in found:
+            kept, expected, _ = kept_and_formula(config, mesh)
+            assert kept == expected.total, row
+
+    with short_corpus():
+        run_distributed(layout, on_rank, timeout_s=30, limit_s=100, **mesh_of(found[0][1], layout))
 
 
 def test_r126_the_formula_knows_no_number_of_ranks():

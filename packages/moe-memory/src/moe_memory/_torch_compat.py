@@ -1,12 +1,13 @@
 """What this package uses of torch beyond its public interface, in one place."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 
 def write_count(tensor: Tensor) -> int:
@@ -15,6 +16,19 @@ def write_count(tensor: Tensor) -> int:
     `tensor.data` is the same memory with a count of its own.
     """
     return tensor._version
+
+
+def withhold(tensors: Sequence[Tensor]) -> Callable[[], None]:
+    """Let autograd refuse to read the tensors, as if they had been written, until the function returned is called.
+
+    That is what stands between memory which is away and a backward that comes too early. It holds for views too, and
+    must be undone in the reverse order.
+    """
+    # They share the count of writes, and have no graph to keep alive.
+    aliases = tuple(tensor.detach() for tensor in tensors)
+    preserved = _unsafe_preserve_version_counter(aliases)
+    torch.autograd.graph.increment_version(aliases)
+    return lambda: preserved.__exit__(None, None, None)
 
 
 def in_backward() -> bool:
@@ -45,3 +59,35 @@ def observe_results(observe: Callable[[object], None]) -> AbstractContextManager
     members = {"__torch_dispatch__": dispatch, "_should_skip_dynamo": classmethod(lambda mode_type: False)}
     mode: AbstractContextManager[object] = type("ResultMode", (base,), members)()
     return mode
+
+
+@contextmanager
+def observe_resizes(observe: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+    """A context in which `observe` is told of storages that Python code resizes, before that happens.
+
+    torch has no hook for it, and `fully_shard` frees and fills gathered weights in this way.
+    """
+    before = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size_bytes: int) -> Any:
+        observe(storage, size_bytes)
+        return before(storage, size_bytes)
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = before  # type: ignore[method-assign]
+
+
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """Those with storage that a tensor consists of: inside a DTensor and others of its kind, else itself.
+
+    None where it has no storage, as sparse ones.
+    """
+    if type(tensor) in (Tensor, torch.nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor] if torch._C._has_storage(tensor) else []
+    names, _ = tensor.__tensor_flatten__()
+    # Newer versions of torch name parts that are no tensors, such as the mesh of a DTensor.
+    inner = (getattr(tensor, name) for name in names)
+    return [part for found in inner if isinstance(found, Tensor) for part in plain_parts(found)]

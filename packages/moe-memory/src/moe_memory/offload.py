@@ -15,25 +15,29 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from math import floor
 from types import TracebackType
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from moe_memory._torch_compat import withhold
 from moe_memory.config import MemoryConfig
 from moe_memory.copies import CopyEngine, copies_of
+from moe_memory.errors import MoeMemoryError
 from moe_memory.recompute import ActivationPolicy, Replay, activation_policy
-from moe_memory.unit_choice import units_at
+from moe_memory.unit_choice import is_named, is_spread
 from moe_parallel import Pending
 
 T = TypeVar("T")
-_Key = tuple[torch.Size, torch.dtype]
 
 
 class HostPool:
-    """Host memory by shape and dtype, used again by later microbatches and steps.
+    """Host memory by size, used again by later microbatches and steps.
+
+    Sizes are rounded up, by an eighth at the most: rows of experts are never as many twice, and of each number there
+    would be some memory for good.
 
     Attributes:
         allocated_bytes: of all memory that it ever made.
@@ -41,21 +45,22 @@ class HostPool:
 
     def __init__(self, copies: CopyEngine) -> None:
         self._copies = copies
-        self._free: dict[_Key, list[Tensor]] = {}
+        self._free: dict[int, list[Tensor]] = {}
         self.allocated_bytes = 0
 
-    def take(self, like: Tensor) -> Tensor:
-        """Memory for the values of a tensor."""
-        free = self._free.get((like.shape, like.dtype))
+    def take(self, size_bytes: int) -> Tensor:
+        """Memory of this size at least, uint8."""
+        step = 2 ** max(size_bytes.bit_length() - 4, 0)
+        rounded = -(-size_bytes // step) * step
+        free = self._free.get(rounded)
         if free:
             return free.pop()
-        made = self._copies.host_empty(like)
-        self.allocated_bytes += made.nbytes
-        return made
+        self.allocated_bytes += rounded
+        return self._copies.host_empty(torch.empty(rounded, dtype=torch.uint8, device="meta"))
 
-    def give(self, tensor: Tensor) -> None:
+    def give(self, memory: Tensor) -> None:
         """Take back what nobody copies from or to any more."""
-        self._free.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
+        self._free.setdefault(memory.numel(), []).append(memory)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +115,8 @@ class Offload:
         forward = self._current.get()
         if forward is None or not (torch.is_grad_enabled() and before.requires_grad):
             return
-        kind, number, part = unit.split(".", 2)
-        if part in units_at(self.rules.entries, f"{kind}.{number}"):
-            forward.add(part, tensors, before)
+        if is_named(self.rules.entries, unit):
+            forward.add(unit.split(".", 2)[2], tensors, before)
 
 
 def memory_policy(config: MemoryConfig, device: torch.device) -> ActivationPolicy:
@@ -139,6 +143,10 @@ class _Forward:
         self._policy, self._current = policy, current
         self._tokens: list[Any] = []
         self._groups: dict[str, list[_Group]] = {}
+        # Those that leave with the layer that is running: until it ends tensors may still be saved for a backward.
+        self._ending: list[_Group] = []
+        # By storage: who brings it back.
+        self._units: WeakKeyDictionary[torch.UntypedStorage, tuple[str, int]] = WeakKeyDictionary()
 
     def __enter__(self) -> "_Forward":
         self._tokens.append(self._current.set(self))
@@ -148,28 +156,42 @@ class _Forward:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._current.reset(self._tokens.pop())
+        ending, self._ending = self._ending, []
+        if error is None:
+            for group in ending:
+                group.leave()
 
     def add(self, unit: str, tensors: Sequence[Tensor], before: Tensor) -> None:
         """Tensors of the next layer, of which some earlier one is offloaded now."""
-        rules, groups = self._policy.rules, self._groups.setdefault(unit, [])
+        keep, groups = self._policy.rules.keep, self._groups.setdefault(unit, [])
         number = len(groups)
-        # What has no memory is recomputed; a storage of several tensors is one.
-        storages = {id(tensor.untyped_storage()): tensor for tensor in tensors}
-        large = [
-            _whole(tensor)
-            for tensor in storages.values()
-            if tensor.numel() >= rules.min_elements and tensor.untyped_storage().nbytes()
-        ]
-        # As many of the first n as the fraction says, for every n.
-        is_chosen = floor((number + 1) * rules.fraction) > floor(number * rules.fraction)
-        below = groups[-1] if groups else None
-        group = _Group(self._policy, large if is_chosen else [], below)
+        group = _Group(self._policy, self._chosen(unit, number, tensors), groups[-1] if groups else None)
         groups.append(group)
         before.register_hook(group.needed)  # type: ignore[no-untyped-call]
-        if number >= rules.keep:
-            groups[number - rules.keep].leave()
-        if number > rules.keep:
-            groups[number - rules.keep - 1].left()
+        if keep == 0:
+            self._ending.append(group)
+        elif number >= keep:
+            groups[number - keep].leave()
+        if number > keep:
+            groups[number - keep - 1].left()
+
+    def _chosen(self, unit: str, number: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        rules = self._policy.rules
+        if not is_spread(number, rules.fraction):
+            return []
+        # What has no memory is recomputed.
+        large = [
+            tensor.detach()
+            for tensor in tensors
+            if tensor.numel() >= rules.min_elements and tensor.untyped_storage().nbytes()
+        ]
+        for tensor in large:
+            other = self._units.setdefault(tensor.untyped_storage(), (unit, number))
+            if other != (unit, number):
+                raise MoeMemoryError(
+                    f"an input of {unit} waits for the backward of {other[0]} already; offload one of the two"
+                )
+        return large
 
 
 @dataclass
@@ -177,25 +199,35 @@ class _Group:
     """What one module of one layer reads.
 
     Attributes:
+        tensors: that leave, without their graphs.
         below: that of the layer whose backward follows.
+        hosts: by their storages, as a whole, where their values are.
+        leaving, coming: copies on their way.
+        give_back: lets autograd read them again; None where they are here.
     """
 
     policy: Offload
     tensors: list[Tensor]
     below: "_Group | None"
-    hosts: list[Tensor] = field(default_factory=list)
+    hosts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     leaving: list[Pending[Tensor]] = field(default_factory=list)
-    coming: list[Pending[Tensor]] | None = None
+    coming: list[Pending[Tensor]] = field(default_factory=list)
+    give_back: Callable[[], None] | None = None
 
     def leave(self) -> None:
         """Copy to the host, and free behind that."""
         copies = self.policy.copies
-        for tensor in self.tensors:
-            host = self.policy.pool.take(tensor)
-            self.hosts.append(host)
-            self.leaving.append(copies.to_host(tensor, host))
-            copies.release(tensor)
-            self.policy.offloaded_bytes += tensor.nbytes
+        here = [tensor for tensor in self.tensors if tensor.untyped_storage().nbytes()]
+        self.tensors = []
+        if here:
+            self.give_back = withhold(here)
+        for tensor in {tensor.untyped_storage(): tensor for tensor in here}.values():
+            whole = _whole(tensor)
+            host = self.policy.pool.take(whole.numel())
+            self.hosts.append((whole, host))
+            self.leaving.append(copies.to_host(whole, host[: whole.numel()]))
+            copies.release(whole)
+            self.policy.offloaded_bytes += whole.numel()
 
     def left(self) -> None:
         """Wait until the copies are made."""
@@ -204,30 +236,39 @@ class _Group:
 
     def come(self) -> None:
         """Begin to copy back, if it left."""
-        if self.coming is not None or not self.hosts:
+        if self.coming:
             return
         self.left()
-        self.coming = []
-        for tensor, host in zip(self.tensors, self.hosts, strict=True):
-            self.policy.copies.restore(tensor)
-            self.coming.append(self.policy.copies.to_device(host, tensor))
+        for whole, host in self.hosts:
+            self.policy.copies.restore(whole)
+            self.coming.append(self.policy.copies.to_device(host[: whole.numel()], whole))
 
     def needed(self, _: Tensor) -> None:
         """The backward that reads them begins: have them here, and the next ones on their way."""
         self.come()
-        for pending in self.coming or ():
-            pending.wait()
-        for host in self.hosts:
-            self.policy.pool.give(host)
-        self.tensors, self.hosts, self.coming = [], [], None
+        self._finish()
+        if self.give_back is not None:
+            self.give_back()
+            self.give_back = None
+        self.tensors = []
         if self.below is not None:
             self.below.come()
             self.below = None
 
+    def _finish(self) -> None:
+        """Wait for what is on its way, and leave the host memory to others."""
+        self.left()
+        while self.coming:
+            self.coming.pop().wait()
+        while self.hosts:
+            self.policy.pool.give(self.hosts.pop()[1])
+
+    def __del__(self) -> None:
+        # A graph that is dropped without a backward, as after an exception.
+        self._finish()
+
 
 def _whole(tensor: Tensor) -> Tensor:
-    """All elements of a tensor's storage, in a row and outside of autograd."""
+    """The bytes of a tensor's storage, outside of autograd."""
     storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
-    return flat
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))

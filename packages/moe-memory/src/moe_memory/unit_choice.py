@@ -7,6 +7,7 @@ their units; a pattern beside the list would be the same for all of them.
 
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
+from math import floor
 
 from moe_parallel.problem import Problem
 
@@ -38,6 +39,12 @@ def entries_of(recompute: str | Sequence[str]) -> tuple[str, ...]:
 def units_at(entries: Sequence[str], layer: str) -> frozenset[str]:
     """The units that the entries name for a layer."""
     return frozenset(unit for unit, pattern in map(_split, entries) if fnmatchcase(layer, pattern))
+
+
+def is_named(entries: Sequence[str], unit: str) -> bool:
+    """Whether the entries name a unit of a layer, `layers.3.core_attn`, or with two words or less a whole layer."""
+    words = unit.split(".", 2)
+    return (words[2] if len(words) == 3 else FULL) in units_at(entries, ".".join(words[:2]))
 
 
 def entry_problems(key: str, entries: Sequence[str], legal: Collection[str]) -> list[Problem]:
@@ -80,13 +87,46 @@ def offload_problems(
     for layer, units in layers.items():
         chosen = units_at(entries, layer) & set(units)
         for unit in sorted(units_at(recompute, layer) & _OFFLOAD_AGAINST.keys()):
-            freed = sorted(chosen & _OFFLOAD_AGAINST[unit])
+            freed = sorted(chosen & _OFFLOAD_AGAINST[unit] - _kept_by(unit, layer))
             if freed:
                 rule = (
                     f"includes {', '.join(freed)} in {layer}, of which nothing is kept with memory.recompute = {unit}"
                 )
                 return [*found, Problem(key=key, value=tuple(entries), rule=rule, legal="one of the two for a layer")]
     return found
+
+
+def staying_problems(
+    key: str,
+    entries: Sequence[str],
+    stages: Sequence[Mapping[str, Collection[str]]],
+    *,
+    fraction: float,
+    keep: int,
+) -> list[Problem]:
+    """Units of which no stage has enough layers for one to leave, given the units of every layer of every stage."""
+    for unit in sorted({_split(entry)[0] for entry in entries}):
+        most = max(
+            sum(unit in units_at(entries, layer) & set(units) for layer, units in layers.items()) for layers in stages
+        )
+        if not any(is_spread(number, fraction) for number in range(most - keep)):
+            rule = (
+                f"includes {unit}, of which nothing ever leaves: a stage has at most {most} such layers, of which "
+                f"memory.offload_fraction = {fraction} are chosen and memory.offload_keep_layers = {keep} stay"
+            )
+            legal = "a larger fraction, fewer layers that stay, or stages of more layers"
+            return [Problem(key=key, value=tuple(entries), rule=rule, legal=legal)]
+    return []
+
+
+def is_spread(number: int, fraction: float) -> bool:
+    """Whether a layer is one of the fraction: as many of the first n are as it says, for every n."""
+    return floor((number + 1) * fraction) > floor(number * fraction)
+
+
+def _kept_by(unit: str, layer: str) -> frozenset[str]:
+    """A whole layer keeps its input, that of its first norm; in multi-token prediction a projection comes before."""
+    return frozenset({"attn_norm"} if unit == FULL and layer.startswith("layers.") else ())
 
 
 def _missing(

@@ -12,7 +12,7 @@ from moe_parallel.layout import ParallelLayout
 from moe_parallel.problem import Problem
 from moe_parallel.topology import Topology
 from moe_train.config.graphs import graph_problems
-from moe_train.config.recompute import recompute_problems
+from moe_train.config.recompute import offload_staying_problems, recompute_problems
 from moe_train.config.tree import TrainConfig
 from moe_train.data.corpus import CORPORA
 from moe_train.models.stages import schedule_of
@@ -90,6 +90,8 @@ def layout_problems(config: TrainConfig, layout: ParallelLayout) -> list[Problem
         rule = "reduces gradients in every backward, and the schedule makes those of weights in a pass of their own"
         legal = "zero1, or another parallel.schedule"
         found.append(Problem(key="memory.data_parallel", value="fsdp", rule=rule, legal=legal))
+    if not found:
+        found += offload_staying_problems(config)
     train = config.train
     units = -(-train.global_batch_sequences // train.balance_sequences)
     if not found and units < layout.dp:

@@ -1,6 +1,13 @@
 """Units that a model does not have, that lie in each other, or that graphs have captured: of recompute and offload."""
 
-from moe_memory.unit_choice import RECOMPUTE_UNITS, entries_of, layer_problems, offload_problems, units_at
+from moe_memory.unit_choice import (
+    RECOMPUTE_UNITS,
+    entries_of,
+    layer_problems,
+    offload_problems,
+    staying_problems,
+    units_at,
+)
 from moe_parallel.problem import Problem
 from moe_train.config.tree import TrainConfig
 from moe_train.plugins import MODELS
@@ -23,6 +30,24 @@ def recompute_problems(config: TrainConfig) -> list[Problem]:
         return [Problem(key="memory.offload", value=offload, rule=rule, legal="[]")]
     found = layer_problems(key, named, layers, RECOMPUTE_UNITS)
     return [*found, *offload_problems("memory.offload", offload, entries, layers)]
+
+
+def offload_staying_problems(config: TrainConfig) -> list[Problem]:
+    """Inputs that `memory.offload` names and that never leave; whatever else is said of them must be legal."""
+    memory = config.memory
+    if not memory.offload:
+        return []
+    family = MODELS.get(config.model.kind)
+    units = family.units(config.model)
+    stages = [
+        {
+            name: units[name]
+            for name in (*(f"layers.{n}" for n in stage.layers), *(f"mtp.{n}" for n in stage.mtp_depths))
+        }
+        for stage in family.stages(config.model, config.parallel).stages
+    ]
+    fraction, keep = memory.offload_fraction, memory.offload_keep_layers
+    return staying_problems("memory.offload", memory.offload, stages, fraction=fraction, keep=keep)
 
 
 def captured_units(config: TrainConfig) -> list[str]:
