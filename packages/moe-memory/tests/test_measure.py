@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_memory import LiveBytes, MoeMemoryError, OptimConfig, PeakMemory, SavedBytes, Zero1, measure
+from moe_memory import LiveBytes, OptimConfig, PeakMemory, SavedBytes, Zero1
+from moe_memory.measure import phases
 from moe_memory.recompute import KEEP, RECOMPUTE, run_unit
 from moe_parallel import AxisGroups, ShardSpec
 
@@ -166,7 +167,7 @@ def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def risen_bytes(memory, name, size):
+def risen_bytes(memory, name, size, within=None):
     """How far a phase that takes `size` bytes peaked above what was resident when it began.
 
     From the system, not from malloc, which may have kept what an earlier test has freed.
@@ -175,7 +176,7 @@ def risen_bytes(memory, name, size):
     with memory.phase(name), mmap.mmap(-1, size + 1) as pages:
         for start in range(0, size, resource.getpagesize()):
             pages[start] = 1
-    return memory.peaks_bytes[name] - before
+    return memory.peaks_bytes[name if within is None else f"{within}/{name}"] - before
 
 
 @requires_marks
@@ -195,15 +196,44 @@ def test_a_phase_that_occurs_again_keeps_its_latest_peak():
     assert risen_bytes(memory, "step", 50 * MEBI) == pytest.approx(50 * MEBI, rel=0.1)
 
 
-def test_phases_do_not_nest_and_an_error_ends_a_phase():
+@requires_marks
+def test_a_phase_inside_another_one_is_part_of_it():
     memory = PeakMemory(CPU)
-    with memory.phase("outer"), pytest.raises(MoeMemoryError, match="'inner' cannot begin inside the phase 'outer'"):
-        memory.phase("inner").__enter__()
-    with pytest.raises(KeyError), memory.phase("failing"):
+    for sizes in ((150, 50), (20, 80)):
+        with memory.phase("step"):
+            rises = [risen_bytes(memory, "part", size * MEBI, within="step") for size in sizes]
+        # The larger of the two, whichever came last, counts for both names.
+        assert max(rises) == pytest.approx(max(sizes) * MEBI, rel=0.1)
+        assert memory.peaks_bytes["step"] >= memory.peaks_bytes["step/part"]
+        assert memory.peaks_bytes["step"] - memory.peaks_bytes["step/part"] < 10 * MEBI
+    with memory.phase("step"):
+        pass
+    assert list(memory.peaks_bytes) == ["step"]
+
+
+def test_what_no_phase_inside_covers_is_known_too():
+    memory = PeakMemory(CPU)
+    with memory.phase("step"):
+        with memory.phase("part"):
+            pass
+        with memory.phase("part"):
+            pass
+    assert list(memory.alone_bytes) == ["step", "step/part"]
+    assert memory.alone_bytes["step/part"] == memory.peaks_bytes["step/part"]
+    assert 0 < memory.alone_bytes["step"] <= memory.peaks_bytes["step"]
+    with memory.phase("step"):
+        pass
+    assert memory.alone_bytes == memory.peaks_bytes
+    assert list(memory.alone_bytes) == ["step"]
+
+
+def test_an_error_ends_a_phase():
+    memory = PeakMemory(CPU)
+    with pytest.raises(KeyError), memory.phase("outer"), memory.phase("failing"):
         raise KeyError
     with memory.phase("next"):
         pass
-    assert set(memory.peaks_bytes) == {"outer", "failing", "next"}
+    assert set(memory.peaks_bytes) == {"outer", "outer/failing", "next"}
 
 
 @pytest.mark.parametrize("missing", ["no reset", "no mark", "no file"])
@@ -211,10 +241,10 @@ def test_without_a_mark_that_can_be_reset_the_source_says_so(missing, tmp_path, 
     status = tmp_path / "status"
     status.write_text("Name: x\nVmHWM:\t  123 kB\n" if missing == "no reset" else "Name: x\n")
     if missing == "no reset":
-        monkeypatch.setattr(measure, "_CLEAR_REFS", tmp_path / "nowhere" / "clear_refs")
+        monkeypatch.setattr(phases, "_CLEAR_REFS", tmp_path / "nowhere" / "clear_refs")
     else:
-        monkeypatch.setattr(measure, "_CLEAR_REFS", tmp_path / "clear_refs")
-    monkeypatch.setattr(measure, "_STATUS", status if missing != "no file" else Path("/nowhere"))
+        monkeypatch.setattr(phases, "_CLEAR_REFS", tmp_path / "clear_refs")
+    monkeypatch.setattr(phases, "_STATUS", status if missing != "no file" else Path("/nowhere"))
     memory = PeakMemory(CPU)
     assert memory.source == "peak resident set since the start of the process"
     with memory.phase("x"):

@@ -1,6 +1,7 @@
 """SegmentedChunk: the gradients of one backward over the whole, cut into pieces that free what they kept."""
 
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -303,3 +304,63 @@ def test_without_gradients_nothing_is_kept(microbatches):
     assert chunk.blank(0, gradient=True) is None
     with pytest.raises(KeyError):
         chunk.backward(0, None, ignore)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_every_part_of_a_pass_is_entered_once(microbatches, split):
+    entered = []
+
+    @contextmanager
+    def around(kind, name):
+        entered.append((kind, name))
+        yield
+        entered.append(None)
+
+    model = Tied()
+    weight_work = WeightWork(dict(model.named_parameters())) if split else None
+    chunk = SegmentedChunk(model.segments(), lambda n: microbatches[n], weight_work=weight_work, around=around)
+    chunk.forward(0, None)
+    if split:
+        chunk.backward_input(0, None, lambda names: None)
+        chunk.backward_weight(0, lambda names: None)
+    else:
+        chunk.backward(0, None, lambda names: None)
+    names = [segment.name for segment in model.segments()]
+    expected = [("forward", name) for name in ("inputs", *names)] + [("backward", name) for name in reversed(names)]
+    expected += [("weights", "all layers")] if split else []
+    assert entered == [part for place in expected for part in (place, None)]
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_what_fails_says_where(microbatches, kind):
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            if kind == "forward":
+                raise ZeroDivisionError("as it is")
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ZeroDivisionError("as it is")
+
+    segments = Tied().segments()
+    segments[2] = Segment("broken", segments[2].parameters, lambda x, context: Failing.apply(x))
+    chunk = SegmentedChunk(segments, lambda n: microbatches[n])
+
+    def there_and_back():
+        chunk.forward(1, None)
+        chunk.backward(1, None, lambda names: None)
+
+    with pytest.raises(ZeroDivisionError, match="as it is") as caught:
+        there_and_back()
+    assert caught.value.__notes__ == [f"in the pass {kind!r} of broken, microbatch 1"]
+
+
+@pytest.mark.parametrize("first", ["forward", "blank"])
+def test_a_microbatch_that_cannot_begin_says_so(first):
+    chunk = SegmentedChunk(Tied().segments(), lambda number: 1 // number)
+    begin = chunk.forward if first == "forward" else chunk.blank
+    with pytest.raises(ZeroDivisionError) as caught:
+        begin(0, None)
+    assert caught.value.__notes__ == ["in the pass 'forward' of inputs, microbatch 0"]

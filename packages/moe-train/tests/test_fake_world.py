@@ -62,6 +62,10 @@ LATENT = (
 LAYOUTS = {
     "one process": (1, "tiny_long_context", *SHORT),
     "recomputed": (1, "tiny_long_context", *SHORT, "memory.recompute=full"),
+    "state in few bits": (
+        *(1, "tiny_long_context", *SHORT, "memory.compute_dtype=bfloat16"),
+        *("optim.exp_avg_dtype=bfloat16", "optim.exp_avg_sq_dtype=int8"),
+    ),
     "over four ranks": (4, "tiny_long_context", *SHORT, *DEGREES, "memory.compute_dtype=bfloat16"),
     "latent attention": (4, "tiny_deepseek_v3", *LATENT, *SHORT, *DEGREES),
 }

@@ -9,11 +9,12 @@ from itertools import pairwise
 
 import pytest
 
+from moe_memory.measure import MEMORY_CLASSES
 from moe_train.config.load import load_config
 from moe_train.config.toml import to_toml
 from moe_train.observe.jsonl import JsonlSink
 from moe_train.observe.loads import load_history
-from moe_train.observe.record import LoadRecord, StepRecord, StepTraffic, ValidRecord
+from moe_train.observe.record import LoadRecord, MemoryRecord, PhaseMemory, StepRecord, StepTraffic, ValidRecord
 from moe_train.observe.report import write_report
 from moe_train.observe.svg import Curve, Level, SecondScale, heatmap, line_chart
 from moe_train.run_directory import RunDirectory
@@ -112,6 +113,44 @@ def test_it_tells_what_an_engineer_wants_to_know(make):
     ):
         assert part in text
     assert "steps skipped" not in text
+
+
+def test_it_shows_what_the_memory_consisted_of(make):
+    run = make()
+    assert "Largest owners" not in visible(page(run)[1])
+    phases = {}
+    for name, gib in (("forward", 2), ("back<ward", 4)):
+        classes = dict.fromkeys(MEMORY_CLASSES, 0) | {"parameters": gib << 29, "activations": gib << 29}
+        owners = [("activations", f"layers.*.{name}", gib << 29)]
+        phases[name] = PhaseMemory(process_bytes=9 << 30, tensor_bytes=gib << 30, classes=classes, owners=owners)
+    sink = JsonlSink(run, 4)
+    sink.write(MemoryRecord(step=4, source="VmHWM", rank=1, phases=phases, rank_bytes=[1, 4 << 30]))
+    sink.close()
+    _, tree = page(run)
+    text = visible(tree)
+    assert "of rank 1, which had most of 2, in step 4" in text
+    assert "4.000 GiB [9.000 GiB]" in text
+    assert "at the peak of back<ward" in text
+    assert "2.000 GiBactivationslayers.*.back<ward" in text
+    figure = tree.find(".//table[@class='memory']/..")
+    assert [part.text for part in figure.iter("span")] == [None, None]  # parameters and activations alone
+    widths = [[part.get("style") for part in row.iter("i")] for row in figure.findall("table[@class='memory']/tr")]
+    assert widths == [["width:25.00%"] * 2, ["width:50.00%"] * 2]
+
+
+def test_a_run_that_resumes_shows_the_latest_step_and_before_it_how_it_was_built(make):
+    run = make()
+    classes = dict.fromkeys(MEMORY_CLASSES, 0) | {"parameters": 1 << 30}
+    phase = PhaseMemory(process_bytes=9 << 30, tensor_bytes=1 << 30, classes=classes, owners=[])
+    sink = JsonlSink(run, 4)
+    for step, name, shown in (
+        (3, "build", "while the training was built"),
+        (4, "forward", "in step 4"),
+        (4, "build", "in step 4"),
+    ):
+        sink.write(MemoryRecord(step=step, source="VmHWM", rank=0, phases={name: phase}, rank_bytes=[1 << 30]))
+        assert f"Those {shown}." in visible(page(run)[1])
+    sink.close()
 
 
 def test_everything_foreign_is_escaped(make):

@@ -4,6 +4,7 @@ Shape legend: R rows, E experts here, D model, F features of an expert.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -37,6 +38,16 @@ class ExpertActivations:
     kept: tuple[Tensor, ...]
 
 
+class ExpertUnits(Protocol):
+    """Told of the activations of a forward, which need not be kept until their backward."""
+
+    def making(self) -> AbstractContextManager[object]:
+        """Around the activation."""
+
+    def consumed(self, found: ExpertActivations) -> None:
+        """The second product has read what the activation made."""
+
+
 class ExpertCompute(Protocol):
     """Rows at their experts to rows of the same order and shape; fused implementations replace it whole."""
 
@@ -62,7 +73,7 @@ class GroupedExperts(nn.Module):
             linear without bias; `activation` keeps least for the backward pass. `input` scales x before W1, which is
             another function.
         backend: computes the grouped products.
-        consumed: told of the activations of a forward, which need not be kept until their backward.
+        units: told of its activations.
         dtype, device: of the parameters.
     """
 
@@ -75,7 +86,7 @@ class GroupedExperts(nn.Module):
         activation: Activation = "silu",
         probs_on: ProbsOn = "activation",
         backend: GroupedGemm,
-        consumed: Callable[[ExpertActivations], None] | None = None,
+        units: ExpertUnits | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -83,7 +94,7 @@ class GroupedExperts(nn.Module):
         self.activation: Activation = activation
         self.probs_on: ProbsOn = probs_on
         self.backend = backend
-        self.consumed = consumed
+        self.units = units
         w1_ED2F = torch.empty(num_experts, model_features, 2, expert_features, dtype=dtype, device=device)
         w2_EFD = torch.empty(num_experts, expert_features, model_features, dtype=dtype, device=device)
         self.w1_ED2F = nn.Parameter(w1_ED2F)
@@ -98,14 +109,15 @@ class GroupedExperts(nn.Module):
         # A kernel does not read the rows after the last offset. The product made them zero, so that plainly they are
         # zero already, and another pass over all rows would be for nothing.
         num_rows = offsets_E[-1:] if uses_triton(h_RF2) else None
-        a_RF = gated_activation(h_RF2, weight_R, self.activation, rows=num_rows)
+        with nullcontext() if self.units is None else self.units.making():
+            a_RF = gated_activation(h_RF2, weight_R, self.activation, rows=num_rows)
         y_RD = grouped_gemm(a_RF, self.w2_EFD, offsets_E, self.backend)
-        if self.consumed is not None:
+        if self.units is not None:
             kept = tuple(tensor for tensor in (h_RF2, weight_R, num_rows) if tensor is not None)
             found = ExpertActivations(
                 rows_RD=rows_RD, h_RF2=h_RF2, a_RF=a_RF, y_RD=y_RD, again=self._activated, kept=kept
             )
-            self.consumed(found)
+            self.units.consumed(found)
         return _scaled(y_RD, probs_R) if self.probs_on == "output" else y_RD
 
     def _activated(self, h_RF2: Tensor, *rest: Tensor) -> Tensor:

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
         ones as ones,
         zeros as zeros,
     )
-    from moe_memory.measure import LiveBytes as LiveBytes, PeakMemory as PeakMemory, SavedBytes as SavedBytes
+    from moe_memory.measure import (
+        LiveBytes as LiveBytes,
+        MemoryAccount as MemoryAccount,
+        PeakMemory as PeakMemory,
+        SavedBytes as SavedBytes,
+    )
     from moe_memory.offload import Offload as Offload, OffloadRules as OffloadRules, memory_policy as memory_policy
     from moe_memory.optim.decay import is_decayed as is_decayed
     from moe_memory.optim.optimizer import Optimizer as Optimizer
@@ -57,6 +62,7 @@ _MODULE_OF = {
     "LayerUnits": "recompute",
     "learning_rate": "optim.schedule",
     "LiveBytes": "measure",
+    "MemoryAccount": "measure",
     "MemoryConfig": "config",
     "MoeMemoryError": "errors",
     "memory_policy": "offload",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_memory.errors import MoeMemoryError
+from moe_memory.measure.account import within
 from moe_memory.storage import resize
 from moe_parallel import Pending
 
@@ -126,7 +127,8 @@ class FakeCopies:
         return len(self._waiting)
 
     def host_empty(self, like: Tensor) -> Tensor:
-        return torch.empty(like.shape, dtype=like.dtype)
+        with within("host memory", "offloaded"):
+            return torch.empty(like.shape, dtype=like.dtype)
 
     def to_host(self, source: Tensor, out: Tensor | None = None) -> Pending[Tensor]:
         return self._start(source, self.host_empty(source) if out is None else out)

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_memory.errors import MoeMemoryError
+from moe_memory.measure.account import MemoryClass, open_account, timed, within
 from moe_memory.recompute_outputs import discard_outputs
-from moe_memory.unit_choice import FULL, entries_of, units_at
+from moe_memory.unit_choice import FULL, entries_of, is_named
 
 T = TypeVar("T")
 
@@ -112,7 +113,7 @@ class UnitRecompute(_Keep):
         self._entries = tuple(entries)
 
     def run(self, unit: str, function: Callable[..., T], replay: Replay, *args: Any) -> T:
-        if not self._names(unit):
+        if not is_named(self._entries, unit):
             return function(replay, *args)
         result: T = checkpoint(function, replay, *args, use_reentrant=False, preserve_rng_state=True)
         return result
@@ -120,13 +121,8 @@ class UnitRecompute(_Keep):
     def consumed(
         self, unit: str, outputs: Sequence[Tensor], before: Tensor, again: Callable[..., Any], *kept: Tensor
     ) -> None:
-        if self._names(unit):
+        if is_named(self._entries, unit):
             discard_outputs(outputs, before, again, kept)
-
-    def _names(self, unit: str) -> bool:
-        # A name of two words or less is that of a whole layer.
-        words = unit.split(".", 2)
-        return (words[2] if len(words) == 3 else FULL) in units_at(self._entries, ".".join(words[:2]))
 
 
 KEEP: ActivationPolicy = _Keep()
@@ -142,8 +138,29 @@ def activation_policy(recompute: str | Sequence[str]) -> ActivationPolicy:
 
 
 def run_unit(policy: ActivationPolicy, unit: str, function: Callable[..., T], *args: Any) -> T:
-    """Run `function(replay, *args)` under a policy, with a replay of its own."""
-    return policy.run(unit, function, Replay(), *args)
+    """Run `function(replay, *args)` under a policy, with a replay of its own.
+
+    In an account of memory, what the unit returns is its `output`, and what no unit inside claims is its `rest`.
+    """
+    return policy.run(unit, _accounted(f"{unit}.rest", function, output=f"{unit}.output"), Replay(), *args)
+
+
+def _accounted(name: str, function: Callable[..., T], output: str | None = None) -> Callable[..., T]:
+    """The function, whose activations have this name in the account of memory that is open.
+
+    What it returns has a name of its own, or is of the scope around.
+    """
+    account = open_account()
+    if account is None:
+        return function
+
+    def run(*args: Any) -> T:
+        with account.within(name):
+            result = function(*args)
+        account.hand_on(result, output)
+        return result
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -160,17 +177,32 @@ class LayerUnits:
 
     def run(self, unit: str, function: Callable[..., T], *args: Any, replay: Replay | None = None) -> T:
         """Call `function(replay, *args)`, a part of the layer; with the replay of the layer, if it decides anything."""
-        return self.policy.run(f"{self.layer}.{unit}", function, replay or Replay(), *args)
+        name = f"{self.layer}.{unit}"
+        return self.policy.run(name, _accounted(name, function), replay or Replay(), *args)
+
+    def within(self, name: str, kind: MemoryClass = "activations") -> AbstractContextManager[None]:
+        """What is made here is called so in an account of memory."""
+        return within(f"{self.layer}.{name}", kind)
+
+    def making(self, unit: str) -> AbstractContextManager[None]:
+        """Outputs of a unit are made here; what they are says `consumed`."""
+        return timed(f"{self.layer}.{unit}")
 
     def consumed(
         self, unit: str, outputs: Sequence[Tensor], before: Tensor, again: Callable[..., Any], *kept: Tensor
     ) -> None:
         """See `ActivationPolicy`."""
-        self.policy.consumed(f"{self.layer}.{unit}", outputs, before, again, *kept)
+        name = f"{self.layer}.{unit}"
+        if (account := open_account()) is not None:
+            account.claim(outputs, name)
+        self.policy.consumed(name, outputs, before, again, *kept)
 
     def idle(self, unit: str, tensors: Sequence[Tensor], before: Tensor) -> None:
         """See `ActivationPolicy`."""
-        self.policy.idle(f"{self.layer}.{unit}", tensors, before)
+        name = f"{self.layer}.{unit}"
+        if (account := open_account()) is not None:
+            account.idle(tensors, name)
+        self.policy.idle(name, tensors, before)
 
 
 # Those of a layer that stands alone.

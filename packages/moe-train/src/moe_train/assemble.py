@@ -19,6 +19,7 @@ from moe_kernels.grouped_gemm import select_grouped_gemm
 from moe_kernels.implementation import choose_implementation
 from moe_memory.data_parallel import DataParallelEngine, build_engine
 from moe_memory.initialise import initialise
+from moe_memory.measure import within
 from moe_memory.offload import memory_policy
 from moe_memory.optim.rules import check_patterns as check_optim_patterns
 from moe_parallel import (
@@ -51,6 +52,7 @@ from moe_train.data.tokenizer import ByteTokenizer
 from moe_train.data.tokens import TokenSplit
 from moe_train.errors import MoeTrainError
 from moe_train.graphs import StepGraphs
+from moe_train.memory.watch import MemoryWatch
 from moe_train.models.flops import ModelCosts
 from moe_train.models.spec import CausalModel, CrossEntropy, ModelParts
 from moe_train.models.stages import schedule_of
@@ -92,6 +94,7 @@ class Training:
         model: its parameters belong to the engine.
         engine: gradients in, weights out.
         graphs: of the layers; None where nothing is captured.
+        memory: what this rank has in memory.
         dtype: internal dtype, of losses and weights of losses.
         costs: parameter counts and FLOPs of the model.
     """
@@ -112,6 +115,7 @@ class Training:
     cross_entropy: CrossEntropy
     engine: DataParallelEngine
     graphs: StepGraphs | None
+    memory: MemoryWatch
     dtype: torch.dtype
     costs: ModelCosts
 
@@ -122,11 +126,13 @@ def assemble(
     data: Data | None = None,
     *,
     topology: Topology | None = None,
+    memory: MemoryWatch | None = None,
 ) -> Training:
     """Build a training from a validated configuration.
 
     Collective: every rank assembles the same configuration. `groups` is by default a world of one process; `data` is
-    loaded unless it is given; `topology` is what the configuration says of it (`topology_of`).
+    loaded unless it is given; `topology` is what the configuration says of it (`topology_of`); `memory` is what watches
+    the memory of this rank.
 
     Sets torch's thread count and deterministic mode for the process, as `train.threads` and `train.deterministic` say,
     which implementation computes (`kernels.implementation`), and on a CPU the allocator.
@@ -166,8 +172,12 @@ def assemble(
     stages = family.stages(config.model, config.parallel)
     router_names = tuple(router.name for router in model.routers())
     keep = partial(model.keep, stages.on_rank(groups.rank("pp")))
-    specs = apply_plan(model, family.plan(config.model, config.parallel), groups, device=device, keep=keep)
-    initialise(model, specs, family.init_rules(config.model), config.train.seed, groups)
+    memory = MemoryWatch(device) if memory is None else memory
+    with memory.building():
+        with within("weights", "parameters"):
+            specs = apply_plan(model, family.plan(config.model, config.parallel), groups, device=device, keep=keep)
+        with within("initial values", "temporary"):
+            initialise(model, specs, family.init_rules(config.model), config.train.seed, groups)
     check_patterns(family.internal_parameters, specs)
     here = [name for name, _ in model.named_parameters()]
     keep_internal = [p for p in family.internal_parameters if any(fnmatchcase(name, p) for name in here)]
@@ -182,7 +192,9 @@ def assemble(
     )
     share = Share(rank=groups.rank("dp"), ranks=groups.size("dp"), unit=config.train.balance_sequences)
     costs = family.costs(config.model, data.tokenizer.vocab_size)
-    wrapped = engine.wrap(model, {name: specs[name] for name in here})
+    with memory.building(), within("state", "optimizer"):
+        wrapped = engine.wrap(model, {name: specs[name] for name in here})
+        memory.account.know(wrapped)
     return Training(
         config=config,
         device=device,
@@ -199,6 +211,7 @@ def assemble(
         cross_entropy=parts.cross_entropy,
         model=cast(CausalModel, wrapped),
         engine=engine,
+        memory=memory,
         graphs=None if config.kernels.graphs == "none" else StepGraphs(wrapped, config.kernels.graph_scopes),
         dtype=internal_dtype(dtype),
         costs=costs,

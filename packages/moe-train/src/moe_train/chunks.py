@@ -1,13 +1,14 @@
 """The stages of this rank as chunks of a pipeline: what a microbatch is on its way through them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_kernels.grouped_gemm.autograd import weight_gradients_to
+from moe_memory.measure import open_account
 from moe_parallel.pipeline.chunk import Segment, SegmentedChunk
 from moe_parallel.pipeline.layout import Stage
 from moe_parallel.pipeline.messages import Messages
@@ -42,9 +43,9 @@ class StageChunk:
         statistics, losses: what the forward of each microbatch leaves, by its number.
     """
 
-    passes: "SegmentedChunk[_Microbatch]" = field(init=False)
-    statistics: dict[int, list[RouterStatistics]] = field(default_factory=dict)
-    losses: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    passes: "SegmentedChunk[_Microbatch]"
+    statistics: dict[int, list[RouterStatistics]]
+    losses: dict[int, dict[str, Tensor]]
 
 
 def build_chunks(training: Training, microbatches: Sequence[Microbatch], weights: Weights) -> list[StageChunk]:
@@ -95,7 +96,8 @@ def _chunk(
     microbatches: Sequence[Microbatch],
     weights: Weights,
 ) -> StageChunk:
-    found = StageChunk()
+    statistics: dict[int, list[RouterStatistics]] = {}
+    losses: dict[int, dict[str, Tensor]] = {}
     weight_work = WeightWork(dict(training.model.named_parameters())) if training.schedule.splits_backward else None
 
     def begin(index: int) -> tuple[Tensor, _Microbatch]:
@@ -104,12 +106,14 @@ def _chunk(
         scale = None if scale is None else scale.of(part)
         context = training.model.context(part.info(here), scale)
         # Not the context itself, whose tables would live as long.
-        found.statistics[index], found.losses[index] = context.statistics, context.losses
+        statistics[index], losses[index] = context.statistics, context.losses
         microbatch = _Microbatch(batch=here, scale=scale, model=context)
         return here.token_BS if stage.has_embedding else _between(training, here), microbatch
 
     def inside(segment: Segment[Any]) -> Segment[_Microbatch]:
         def run(x: Tensor, microbatch: _Microbatch) -> Tensor:
+            if (account := open_account()) is not None:
+                account.adopt([x], "inputs")
             if weight_work is None:
                 return segment.run(x, microbatch.model)
             with weight_gradients_to(weight_work):
@@ -129,8 +133,10 @@ def _chunk(
     segments = [inside(segment) for segment in parts]
     if stage.has_loss:
         segments.append(Segment("loss", (), loss))
-    found.passes = SegmentedChunk(segments, begin, ends=stage.has_loss, weight_work=weight_work)
-    return found
+    passes = SegmentedChunk(
+        segments, begin, ends=stage.has_loss, weight_work=weight_work, around=training.memory.segment
+    )
+    return StageChunk(passes, statistics, losses)
 
 
 def _between(training: Training, here: Batch) -> Tensor:

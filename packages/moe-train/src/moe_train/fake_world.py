@@ -12,8 +12,11 @@ values cannot choose. So a step makes, keeps and frees what it would on that ran
             choices = choices_in_turn(training, microbatches)
             run_step(training, microbatches, updates=0, window=None, choices=choices)
 
-Neither sees what kernels and the backends of collectives take for themselves while they run, nor the holes between
-tensors in a real device's memory. Losses and norms of such a step are zeros.
+With `training.memory.step()` around the step `training.memory.phases()` tells of what the peaks consist (see
+benchmarks/deepseek_memory.py).
+
+None of these sees what kernels and the backends of collectives take for themselves while they run, nor the holes
+between tensors in a real device's memory. Losses and norms of such a step are zeros.
 """
 
 import gc

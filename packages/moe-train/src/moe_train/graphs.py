@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from moe_kernels.config import GraphScope
 from moe_kernels.graphs import GraphPool
 from moe_kernels.graphs.programs import Backend
+from moe_memory.measure import within
 from moe_memory.recompute import Replay
 from moe_parallel import SequenceInfo
 from moe_train.data.microbatches import Microbatch
@@ -72,7 +73,8 @@ class StepGraphs:
             for layer in self._layers:
                 layer.remove()
         if not self._is_captured and self._layers:
-            self.pool.capture()
+            with within("static buffers of graphs"):
+                self.pool.capture()
             self._is_captured = True
 
 

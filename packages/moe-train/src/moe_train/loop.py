@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from moe_kernels.replay import RouterReplay
-from moe_memory.measure import PeakMemory
-from moe_parallel import Groups, Topology, together
-from moe_train.assemble import Training, assemble
+from moe_parallel import AxisGroups, Groups, Topology, together
+from moe_train.assemble import Training, assemble, choose_device
 from moe_train.choices import StepChoices, load_choices, save_choices
 from moe_train.config.tree import TrainConfig
 from moe_train.data.corpus import CORPORA
@@ -22,6 +21,8 @@ from moe_train.data.microbatches import StepTokens, next_step
 from moe_train.errors import MoeTrainError
 from moe_train.evaluate import validation_loss
 from moe_train.generate import generate_text
+from moe_train.memory.report import explained
+from moe_train.memory.watch import MemoryWatch
 from moe_train.observe.console import Console
 from moe_train.observe.record import LoadRecord, StepRecord, ValidRecord
 from moe_train.observe.report import write_report
@@ -54,8 +55,24 @@ def train(
 
     Raises:
         MoeTrainError: the checkpoint does not fit, or too many steps in a row had a non-finite loss or gradient norm.
+        OutOfMemoryError: with what filled the memory and what to change; also in a file of the run directory.
     """
-    training = assemble(config, groups, topology=topology)
+    groups = AxisGroups() if groups is None else groups
+    memory = MemoryWatch(choose_device(config.train.device))
+    with explained(memory, config, groups, run.out_of_memory(groups.rank("world"))):
+        _train(config, run, memory, groups, topology, resume=resume)
+
+
+def _train(
+    config: TrainConfig,
+    run: RunDirectory,
+    memory: MemoryWatch,
+    groups: Groups,
+    topology: Topology | None,
+    *,
+    resume: bool,
+) -> None:
+    training = assemble(config, groups, topology=topology, memory=memory)
     progress = restore(training, run) if resume else Progress.start(training)
     first = training.groups.rank("world") == 0
     sinks: list[MetricSink] = []
@@ -82,13 +99,14 @@ def _steps(
     training: Training, run: RunDirectory, progress: Progress, sinks: list[MetricSink], console: Console | None
 ) -> None:
     config = training.config
-    memory = PeakMemory(training.device)
+    memory = training.memory
+    _report_memory(training, progress.step, sinks, None)
     began, first_step = time.perf_counter(), progress.step
     while progress.step < config.train.steps:
         started = time.perf_counter()
         tokens = next_step(training.data.train, training.cut)
         choices = _choices(training, progress.step + 1)
-        with memory.phase("step"), _named(progress.step + 1):
+        with memory.step(), _noted(f"in step {progress.step + 1}"):
             result = run_step(
                 training,
                 tokens.microbatches,
@@ -102,35 +120,47 @@ def _steps(
         _advance(training, progress, result)
         now = time.perf_counter()
         eta = (now - began) / (progress.step - first_step) * (config.train.steps - progress.step)
-        record = _record(training, progress, tokens, result, now - started, memory.peaks_bytes["step"], eta)
+        record = _record(training, progress, tokens, result, now - started, memory.step_bytes, eta)
         load = LoadRecord(step=progress.step, counts=result.statistics.counts.tolist())
         for sink in sinks:
             sink.write(record)
             sink.write(load)
         if console is not None:
             console.step(record)
+        if memory.is_measured:
+            _report_memory(training, progress.step, sinks, console if memory.is_last else None)
         if progress.skipped_in_a_row > LARGEST_SKIP_RUN:
             raise MoeTrainError(
                 f"{progress.skipped_in_a_row} steps in a row had a non-finite loss or gradient norm, up to step "
                 f"{progress.step}; the last good weights are in {run.checkpoints}"
             )
         if _due(progress.step, config.train.valid_interval_steps) or progress.step == config.train.steps:
-            valid = _validate(training, progress.step)
+            with memory.beside("validation"), _noted(f"in the validation after step {progress.step}"):
+                valid = _validate(training, progress.step)
             for sink in sinks:
                 sink.write(valid)
             if console is not None:
                 console.valid(valid)
         if _due(progress.step, config.checkpoint.interval_steps) or progress.step == config.train.steps:
-            save(training, run, progress)
+            with memory.beside("checkpoint"), _noted(f"while step {progress.step} was saved"):
+                save(training, run, progress)
+
+
+def _report_memory(training: Training, step: int, sinks: Sequence[MetricSink], console: Console | None) -> None:
+    record = training.memory.record(step, training.groups.rank("world"))
+    for sink in sinks:
+        sink.write(record)
+    if console is not None:
+        console.memory(record)
 
 
 @contextmanager
-def _named(step: int) -> Iterator[None]:
-    """Errors inside say in which step they happened."""
+def _noted(where: str) -> Iterator[None]:
+    """Errors inside say where they happened."""
     try:
         yield
     except Exception as error:
-        error.add_note(f"in step {step}")
+        error.add_note(where)
         raise
 
 
@@ -221,6 +251,7 @@ def _summary(training: Training, progress: Progress) -> dict[str, Any]:
         "steps": progress.step,
         "tokens": progress.tokens,
         "parameters": {"total": costs.parameters, "active": costs.active_parameters},
+        "memory_peak_bytes": training.memory.largest_bytes,
         "flops_per_token": {
             "flops_matmul": costs.flops_matmul(config.data.sequence_length),
             "flops_published": costs.flops_published(config.data.sequence_length),
@@ -235,8 +266,9 @@ def _summary(training: Training, progress: Progress) -> dict[str, Any]:
     }
     if config.observe.sample_tokens > 0:
         prompt = config.observe.sample_prompt
-        text = generate_text(
-            training, prompt, config.observe.sample_tokens, temperature=SAMPLE_TEMPERATURE, seed=config.train.seed
-        )
+        with _noted("while the sample was written"):
+            text = generate_text(
+                training, prompt, config.observe.sample_tokens, temperature=SAMPLE_TEMPERATURE, seed=config.train.seed
+            )
         summary["sample"] = {"prompt": prompt, "text": text, "temperature": SAMPLE_TEMPERATURE}
     return summary

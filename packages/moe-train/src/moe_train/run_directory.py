@@ -53,6 +53,15 @@ class RunDirectory:
         return self.path / "expert_load.jsonl"
 
     @property
+    def memory(self) -> Path:
+        """Records of peak memory by phase and class, JSON lines."""
+        return self.path / "memory.jsonl"
+
+    def out_of_memory(self, rank: int) -> Path:
+        """What a rank reports that ran out of memory, text."""
+        return self.path / f"out_of_memory-rank-{rank:05d}.txt"
+
+    @property
     def summary(self) -> Path:
         """What is known at the end only, JSON."""
         return self.path / "summary.json"

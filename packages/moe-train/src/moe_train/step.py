@@ -3,7 +3,7 @@
 Shape legend: L layers, E experts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_comm import record_traffic, refuse_overflow
 from moe_memory.data_parallel.norm import clip_factor
+from moe_memory.measure import within
 from moe_memory.optim.schedule import learning_rate
 from moe_parallel import reduce_norm_parts
 from moe_parallel.pipeline.runtime import run_actions
@@ -84,6 +85,10 @@ def forward_backward(
         )
         return readable(found) if is_graphed else found
 
+    def grads_ready(names: Collection[str], *, last: bool) -> None:
+        with training.memory.phase("backward"), within("reduction", "gradients"):
+            training.engine.grads_ready(names, last=last)
+
     chunks = build_chunks(training, microbatches, weights)
     schedule, groups = training.schedule, training.groups
     vpp = training.stages.vpp
@@ -94,8 +99,9 @@ def forward_backward(
         if is_graphed:
             # Graphs read them without calling their modules.
             training.engine.synchronize()
-        run_actions(actions, [chunk.passes for chunk in chunks], training.engine.grads_ready, messages_of(training))
-    training.engine.finish()
+        run_actions(actions, [chunk.passes for chunk in chunks], grads_ready, messages_of(training))
+    with training.memory.phase("reduce"), within("reduction", "gradients"):
+        training.engine.finish()
     statistics = RouterStatistics.nothing(
         len(training.router_names), training.config.model.num_experts, training.dtype, training.device
     )
@@ -156,7 +162,8 @@ def run_step(
     statistics, sums = statistics_here.summed(torch.stack(list(losses_here.values())), training.groups)
     if training.sizing.capacity_rows is not None:
         refuse_overflow(int(statistics.overflow.sum()), training.sizing)
-    norm = reduce_norm_parts(training.engine.norm_parts(2.0), 2.0, training.groups)
+    with training.memory.phase("reduce"):
+        norm = reduce_norm_parts(training.engine.norm_parts(2.0), 2.0, training.groups)
     rate = learning_rate(config.optim, updates, config.train.steps)
     losses = dict(zip(losses_here, sums.tolist(), strict=True))
     loss_value, norm_value = losses.pop("loss"), norm.item()
@@ -165,7 +172,8 @@ def run_step(
         training.engine.skip()
     else:
         limit = config.optim.max_grad_norm
-        training.engine.step(rate, 1.0 if limit is None else clip_factor(norm, limit))
+        with training.memory.phase("update"), within("update", "temporary"):
+            training.engine.step(rate, 1.0 if limit is None else clip_factor(norm, limit))
         for router in training.model.routers():
             router.update_bias(statistics.counts[router.row])
     return StepResult(

@@ -10,6 +10,7 @@ import torch
 from moe_comm import EXACT
 from moe_comm.local import LocalDispatcher
 from moe_kernels.grouped_gemm import select_grouped_gemm
+from moe_memory.measure import Peak
 from moe_memory.recompute import activation_policy
 from moe_parallel import AxisGroups, LocalAttention
 from moe_train import assemble
@@ -17,10 +18,12 @@ from moe_train.config.load import load_config
 from moe_train.config.tree import TrainConfig
 from moe_train.data.batch import Batch
 from moe_train.data.corpus import load_documents
-from moe_train.data.microbatches import Microbatch, whole_rows
+from moe_train.data.microbatches import Microbatch, next_step, whole_rows
+from moe_train.memory.watch import MEASURED_STEPS
 from moe_train.models.config import DecoderConfig
 from moe_train.models.decoder import Decoder
 from moe_train.models.spec import ModelParts
+from moe_train.step import run_step
 
 # Sizes are pairwise different, so that no test passes because two axes were swapped.
 SMALL = (
@@ -97,3 +100,11 @@ def small_model(
 def microbatches(training: assemble.Training, batch: Batch) -> list[Microbatch]:
     """The rows of a batch as a training cuts them."""
     return whole_rows(batch, training.config.train.microbatch_sequences)
+
+
+def measured_steps(training: assemble.Training, number: int = MEASURED_STEPS) -> Peak:
+    """Tensors at the fullest moment of the last of some steps, the first ones of a training."""
+    for updates in range(number):
+        with training.memory.step():
+            run_step(training, next_step(training.data.train, training.cut).microbatches, updates=updates, window=None)
+    return max(training.memory.account.peaks.values(), key=lambda peak: peak.total_bytes)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moe_memory._torch_compat import write_count
 from moe_memory.data_parallel.replicas import Replicas
 from moe_memory.data_parallel.sections import BucketLayout, owned
+from moe_memory.measure.account import within
 from moe_memory.optim.blocks import block_dim
 from moe_memory.optim.rules import UpdateRule
 from moe_parallel import (
@@ -108,7 +109,8 @@ class Bucket:
         self._layout = BucketLayout(shapes, self.ranks, blocks)
         device = next(iter(parameters.values())).device
         self.master = torch.zeros(self._layout.section_elements, dtype=key.rule.master, device=device)
-        self.grad = torch.zeros(self._layout.whole_elements, dtype=key.rule.gradient, device=device)
+        with within("in buckets", "gradients"):
+            self.grad = torch.zeros(self._layout.whole_elements, dtype=key.rule.gradient, device=device)
         self.compute = self.master
         if key.compute_dtype != key.rule.master or group is not None:
             self.compute = torch.zeros_like(self.grad, dtype=key.compute_dtype)

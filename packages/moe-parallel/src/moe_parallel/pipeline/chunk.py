@@ -1,7 +1,7 @@
 """`PipelineChunk`: consecutive layers of a rank, and the passes that can be made through them."""
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -15,6 +15,8 @@ from moe_parallel.pipeline.weight_work import WeightWork
 C = TypeVar("C")
 
 Report = Callable[[Collection[str]], None]
+# The kind of a pass, `forward`, `backward` or `weights`, and the segment that it is in: to a context around that part.
+Around = Callable[[str, str], AbstractContextManager[object]]
 
 
 class PipelineChunk(Protocol):
@@ -87,12 +89,16 @@ class SegmentedChunk(Generic[C]):
     Gradients are those of one backward over all segments. What was kept for a segment is freed before the report of its
     parameters. A chunk without segments passes on what it gets.
 
+    What fails in a pass says in a note where: in which pass, segment and microbatch.
+
     Args:
         segments: in forward order; of the last chunk of a model the last one returns the scalar to differentiate.
         begin: microbatch to (first input, context); called once per forward. Where the model does not begin here, the
             input is one to tell shape, dtype and device from.
         ends: the model ends here.
         weight_work: keeps the gradients of weights for the pass of their own, where passes are split.
+        around: entered for every segment of a pass, for those who measure; `begin` is one, called `inputs`, and all of
+            a pass `weights`.
     """
 
     def __init__(
@@ -102,11 +108,13 @@ class SegmentedChunk(Generic[C]):
         *,
         ends: bool = True,
         weight_work: WeightWork | None = None,
+        around: Around = lambda _, __: nullcontext(),
     ) -> None:
         self._segments = tuple(segments)
         self._begin = begin
         self._ends = ends
         self._weight_work = weight_work
+        self._around = around
         self._begun: dict[int, tuple[Tensor, C]] = {}
         self._kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._outputs: dict[int, Tensor] = {}
@@ -114,20 +122,19 @@ class SegmentedChunk(Generic[C]):
     def blank(self, microbatch: int, gradient: bool) -> Tensor | None:
         if gradient:
             return self._outputs.get(microbatch)
-        if microbatch not in self._begun:
-            self._begun[microbatch] = self._begin(microbatch)
+        self._ensure_begun(microbatch)
         return self._begun[microbatch][0]
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
-        if microbatch not in self._begun:
-            self._begun[microbatch] = self._begin(microbatch)
+        self._ensure_begun(microbatch)
         first, context = self._begun.pop(microbatch)
         y = first if x is None else x
         kept = self._kept[microbatch] = []
         with self._collecting():
             for segment in self._segments:
                 x = y.detach().requires_grad_(y.is_floating_point() and torch.is_grad_enabled())
-                y = segment.run(x, context)
+                with self._inside("forward", segment.name, microbatch):
+                    y = segment.run(x, context)
                 kept.append((x, y))
         if not torch.is_grad_enabled():
             del self._kept[microbatch]
@@ -154,7 +161,8 @@ class SegmentedChunk(Generic[C]):
     def backward_weight(self, microbatch: int, report: Report) -> None:
         assert self._weight_work is not None, "the schedule splits the backward, so there is a place for weight work"
         left = self._weight_work.names(microbatch)
-        self._weight_work.do(microbatch)
+        with self._inside("weights", "all layers", microbatch):
+            self._weight_work.do(microbatch)
         self._report(report, lambda name: name in left)
 
     def _report(self, report: Report, chosen: Callable[[str], bool]) -> None:
@@ -175,13 +183,27 @@ class SegmentedChunk(Generic[C]):
                 # A segment that recomputes runs its forward in here. By its edge, since torch hands a backward of
                 # tensors to the mode, which is not active in what it has been handed.
                 root = get_gradient_edge(_seed(y, gradient))
-                with self._collecting():
+                with self._collecting(), self._inside("backward", segment.name, microbatch):
                     torch.autograd.backward(root)
                 del root
             gradient = x.grad
             del x, y
             report(segment.parameters)
         return gradient
+
+    def _ensure_begun(self, microbatch: int) -> None:
+        if microbatch not in self._begun:
+            with self._inside("forward", "inputs", microbatch):
+                self._begun[microbatch] = self._begin(microbatch)
+
+    @contextmanager
+    def _inside(self, kind: str, name: str, microbatch: int) -> Iterator[None]:
+        try:
+            with self._around(kind, name):
+                yield
+        except Exception as error:
+            error.add_note(f"in the pass {kind!r} of {name}, microbatch {microbatch}")
+            raise
 
     def _collecting(self) -> AbstractContextManager[None]:
         return nullcontext() if self._weight_work is None else self._weight_work.collecting()

@@ -5,6 +5,8 @@ import os
 import sys
 from importlib import import_module
 
+from moe_train.errors import described
+
 # Name, module, what it does. A module has `main(arguments: list[str]) -> int`.
 COMMANDS = {
     "run": ("run", "train a recipe"),
@@ -39,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         if not isinstance(error, _user_errors()):
             raise
-        print("; ".join([f"moe-train: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+        print(f"moe-train: {described(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("moe-train: interrupted", file=sys.stderr)

@@ -16,6 +16,9 @@ def main(arguments: list[str]) -> int:
             print(f"{found.name:<{width}}  {found.definition}")
     else:
         print(_page(metric(options.metric)))
+        parts = [found.name for found in METRICS if found.name.startswith(f"{options.metric}/")]
+        if parts:
+            print(f"  more     {', '.join(parts)}")
     return 0
 
 

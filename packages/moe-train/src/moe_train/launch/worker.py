@@ -7,6 +7,7 @@ from moe_parallel import AxisGroups, FoldedMesh, Groups, Place, Topology, joined
 from moe_train.assemble import choose_device
 from moe_train.config.checks import layout_of, mesh_of, topology_of
 from moe_train.config.tree import TrainConfig
+from moe_train.errors import described
 
 
 @contextmanager
@@ -37,5 +38,4 @@ def _record(error: Exception) -> None:
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     # Notes are not recorded, so that a stand-in of the same name says them.
-    text = "; ".join([str(error), *getattr(error, "__notes__", [])])
-    get_error_handler().record_exception(type(type(error).__name__, (Exception,), {})(text))
+    get_error_handler().record_exception(type(type(error).__name__, (Exception,), {})(described(error)))

@@ -67,11 +67,14 @@ class Block(nn.Module):
 
     def attend(self, x_TD: Tensor, info: SequenceInfo, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The residual stream behind attention, and that normalised."""
-        normed_TD = self.attention_norm(x_TD)
-        attended_TD = self.attention(normed_TD, info, rope)
+        with self.units.making("layernorm"):
+            normed_TD = self.attention_norm(x_TD)
+        with self.units.within("attention"):
+            attended_TD = self.attention(normed_TD, info, rope)
         self.units.idle("qkv_linear", (normed_TD,), attended_TD)
         self.units.consumed("layernorm", (normed_TD,), attended_TD, self.attention_norm, x_TD)
-        normed_TD, x_TD = self.moe_norm(attended_TD, x_TD)
+        with self.units.making("layernorm"):
+            normed_TD, x_TD = self.moe_norm(attended_TD, x_TD)
         return x_TD, normed_TD
 
     def opening(
@@ -123,11 +126,14 @@ class DenseBlock(nn.Module):
 
     def attend(self, x_TD: Tensor, info: SequenceInfo, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """As `Block`."""
-        normed_TD = self.attention_norm(x_TD)
-        attended_TD = self.attention(normed_TD, info, rope)
+        with self.units.making("layernorm"):
+            normed_TD = self.attention_norm(x_TD)
+        with self.units.within("attention"):
+            attended_TD = self.attention(normed_TD, info, rope)
         self.units.idle("qkv_linear", (normed_TD,), attended_TD)
         self.units.consumed("layernorm", (normed_TD,), attended_TD, self.attention_norm, x_TD)
-        normed_TD, x_TD = self.mlp_norm(attended_TD, x_TD)
+        with self.units.making("layernorm"):
+            normed_TD, x_TD = self.mlp_norm(attended_TD, x_TD)
         return x_TD, normed_TD
 
     def opening(

@@ -1,7 +1,8 @@
 """The layers of the decoder from its configuration, and their initial values."""
 
 from collections.abc import Callable
-from functools import partial
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -109,7 +110,7 @@ def build_moe(config: DecoderConfig, layer: int, parts: ModelParts) -> MoELayer:
         config.expert_features,
         activation=config.activation,
         backend=parts.grouped_gemm,
-        consumed=partial(_consumed, units),
+        units=RoutedUnits(units),
         dtype=dtype,
     )
     return MoELayer(
@@ -125,11 +126,20 @@ def build_moe(config: DecoderConfig, layer: int, parts: ModelParts) -> MoELayer:
     )
 
 
-def _consumed(units: LayerUnits, found: ExpertActivations) -> None:
-    # Inputs come back first, since what is made again of them is needed next.
-    units.idle("expert_fc1", (found.rows_RD,), found.y_RD)
-    units.idle("moe_act", (found.h_RF2,), found.y_RD)
-    units.consumed("moe_act", (found.a_RF,), found.y_RD, found.again, *found.kept)
+@dataclass(frozen=True)
+class RoutedUnits:
+    """The units inside the routed experts of a layer (`moe_kernels.experts.ExpertUnits`)."""
+
+    units: LayerUnits
+
+    def making(self) -> AbstractContextManager[object]:
+        return self.units.making("moe_act")
+
+    def consumed(self, found: ExpertActivations) -> None:
+        # Inputs come back first, since what is made again of them is needed next.
+        self.units.idle("expert_fc1", (found.rows_RD,), found.y_RD)
+        self.units.idle("moe_act", (found.h_RF2,), found.y_RD)
+        self.units.consumed("moe_act", (found.a_RF,), found.y_RD, found.again, *found.kept)
 
 
 def decoder_init_rules(config: DecoderConfig) -> list[tuple[str, InitRule]]:

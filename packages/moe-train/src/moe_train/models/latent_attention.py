@@ -74,12 +74,14 @@ class LatentAttention(nn.Module):
         up: Callable[..., tuple[Tensor, ...]]
         if self.has_query_latent:
             kept, up = (*kept, self.q_down_proj(x_TD)), partial(self._project_up, batch=batch)
-            q_BSHF, k_BSHF, v_BSHV, *_ = made = up(*kept)
+            with self.units.making("mla_up_proj"):
+                q_BSHF, k_BSHF, v_BSHV, *_ = made = up(*kept)
         else:
             # The vector that queries are made of is that of the residual stream, and what comes between is no smaller.
             up = partial(self._keys_and_values, batch=batch)
             q_BSHF = self._rotated(self.q_proj(x_TD), rope, batch)
-            k_BSHF, v_BSHV, _ = made = up(*kept)
+            with self.units.making("mla_up_proj"):
+                k_BSHF, v_BSHV, _ = made = up(*kept)
         out_BSHV = self.units.run("core_attn", self._attend, q_BSHF, k_BSHF, v_BSHV, info)
         self.units.idle("core_attn", (q_BSHF, k_BSHF, v_BSHV), out_BSHV)
         self.units.consumed("mla_up_proj", made, out_BSHV, up, *kept)

@@ -5,6 +5,7 @@ backend. Shape legend: T tokens, D model, L latent (equal to D unless the routed
 choices, R rows after dispatch, E experts.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -173,7 +174,8 @@ class MoELayer(nn.Module):
         return Routed(routing=routing, probs_TK=probs_TK, losses=losses)
 
     def _route(self, state: MoEState) -> None:
-        routed = state.routed or self.route(state.x_TD, state.valid_T, state.scale, state.replay)
+        with self.units.within("router"):
+            routed = state.routed or self.route(state.x_TD, state.valid_T, state.scale, state.replay)
         state.routing, state.probs_TK, state.losses = routed.routing, routed.probs_TK, routed.losses
         state.routed = None
 
@@ -187,19 +189,22 @@ class MoELayer(nn.Module):
     def _plan(self, state: MoEState) -> None:
         plan = state.replay.recall("plan")
         if plan is None:
-            plan = self.dispatcher.plan(state.kept or state.routing, EXACT if state.scale is None else self.sizing)
+            with self._dispatching():
+                plan = self.dispatcher.plan(state.kept or state.routing, EXACT if state.scale is None else self.sizing)
         state.plan = plan
         state.replay.remember("plan", state.plan)
 
     def _prepare(self, state: MoEState) -> None:
         x_TL = state.x_TD if self.latent_down is None else self.latent_down(state.x_TD)
-        state.parcel = self.dispatcher.prepare(state.plan, x_TL, state.probs_TK)
+        with self._dispatching():
+            state.parcel = self.dispatcher.prepare(state.plan, x_TL, state.probs_TK)
         del state.probs_TK
         if self.shared is None:
             del state.x_TD
 
     def _exchange(self, state: MoEState) -> None:
-        state.in_flight = self.dispatcher.exchange(state.plan, state.parcel)
+        with self._dispatching():
+            state.in_flight = self.dispatcher.exchange(state.plan, state.parcel)
         del state.parcel
 
     def _shared(self, state: MoEState) -> None:
@@ -209,17 +214,25 @@ class MoELayer(nn.Module):
         del state.x_TD
 
     def _experts(self, state: MoEState) -> None:
-        dispatched = self.dispatcher.arrange(state.plan, state.in_flight.wait())
-        rows_RD = self.experts(dispatched.rows_RD, dispatched.probs_R, dispatched.offsets_E)
-        state.parcel = self.dispatcher.prepare_return(state.plan, rows_RD)
+        with self._dispatching():
+            dispatched = self.dispatcher.arrange(state.plan, state.in_flight.wait())
+        with self.units.within("experts"):
+            rows_RD = self.experts(dispatched.rows_RD, dispatched.probs_R, dispatched.offsets_E)
+        with self._dispatching():
+            state.parcel = self.dispatcher.prepare_return(state.plan, rows_RD)
         del state.in_flight
 
     def _exchange_return(self, state: MoEState) -> None:
-        state.in_flight = self.dispatcher.exchange_return(state.plan, state.parcel)
+        with self._dispatching():
+            state.in_flight = self.dispatcher.exchange_return(state.plan, state.parcel)
         del state.parcel
 
+    def _dispatching(self) -> AbstractContextManager[None]:
+        return self.units.within("dispatch", "dispatch")
+
     def _merge(self, state: MoEState) -> None:
-        y_TL = self.dispatcher.merge(state.plan, state.in_flight.wait())
+        with self._dispatching():
+            y_TL = self.dispatcher.merge(state.plan, state.in_flight.wait())
         del state.in_flight
         state.y_TD = y_TL if self.latent_up is None else self.latent_up(y_TL)
         if self.shared is not None:

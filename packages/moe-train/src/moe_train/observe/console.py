@@ -9,7 +9,7 @@ from typing import TextIO
 from moe_train.config.tree import TrainConfig
 from moe_train.models.flops import ModelCosts
 from moe_train.observe.notation import clock, fixed, short
-from moe_train.observe.record import StepRecord, ValidRecord
+from moe_train.observe.record import MemoryRecord, StepRecord, ValidRecord
 
 LEGEND = """\
 loss nats per token, lr learning rate, gnorm gradient norm | balance largest / mean expert load, dead experts idle,
@@ -46,6 +46,10 @@ class Console:
     def valid(self, record: ValidRecord) -> None:
         """Show a validation."""
         self._line(valid_line(record, self._steps))
+
+    def memory(self, record: MemoryRecord) -> None:
+        """Show what the memory of the latest measured step consisted of."""
+        self._line(memory_line(record))
 
     def close(self) -> None:
         """Take the live line away."""
@@ -114,6 +118,19 @@ def valid_line(record: ValidRecord, steps: int) -> str:
     """The line of one validation."""
     loss, bits = fixed(record.valid_loss, 5), fixed(record.valid_bits_per_byte, 5)
     return f"valid{_position(record.step, steps)}  loss {loss}  {bits} bits/byte"
+
+
+def memory_line(record: MemoryRecord) -> str:
+    """The line of the peak of a step: classes of tensors that have a share of at least a hundredth."""
+    name, phase = max(record.phases.items(), key=lambda item: item[1].tensor_bytes)
+    shares = sorted(phase.classes.items(), key=lambda item: -item[1])
+    words = [f"{kind} {_gib(size)}" for kind, size in shares if size >= 0.01 * phase.tensor_bytes]
+    where = f"rank {record.rank}, {name}" if len(record.rank_bytes) > 1 else name
+    return f"memory {_gib(phase.tensor_bytes)} GiB of tensors at most ({where}): {', '.join(words)}"
+
+
+def _gib(size_bytes: int) -> str:
+    return fixed(size_bytes / 2**30, 5).strip()
 
 
 def _position(step: int, steps: int) -> str:

@@ -1,4 +1,4 @@
-"""JSON lines: `metrics.jsonl` for steps and validations, `expert_load.jsonl` for expert loads.
+"""JSON lines: steps and validations in `metrics.jsonl`, expert loads in `expert_load.jsonl`, memory in `memory.jsonl`.
 
 Files only grow, a line at a time, and every line is flushed. A run that resumes forgets the lines of steps that will
 come again and a last line that was cut off, so that its files end like those of an uninterrupted run.
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_train.errors import MoeTrainError
-from moe_train.observe.record import LoadRecord, Record
+from moe_train.observe.record import LoadRecord, MemoryRecord, Record
 from moe_train.plugins import SINK_INTERFACE_VERSION, SinkPlugin
 from moe_train.run_directory import RunDirectory
 
@@ -20,19 +20,22 @@ class JsonlSink:
     """Appends records to the files of a run directory."""
 
     def __init__(self, run: RunDirectory, step: int) -> None:
-        for path in (run.metrics, run.expert_load):
+        for path in (run.metrics, run.expert_load, run.memory):
             _forget_after(path, step)
         self._metrics = run.metrics.open("a", encoding="utf-8")
-        self._loads = run.expert_load.open("a", encoding="utf-8")
+        self._others = {
+            LoadRecord: run.expert_load.open("a", encoding="utf-8"),
+            MemoryRecord: run.memory.open("a", encoding="utf-8"),
+        }
 
     def write(self, record: Record) -> None:
-        file = self._loads if isinstance(record, LoadRecord) else self._metrics
+        file = self._others.get(type(record), self._metrics)
         file.write(record.to_json() + "\n")
         file.flush()
 
     def close(self) -> None:
-        self._metrics.close()
-        self._loads.close()
+        for file in (self._metrics, *self._others.values()):
+            file.close()
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:

@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
 # The fields that may differ between runs that are bitwise equal.
@@ -93,7 +93,46 @@ class LoadRecord:
         return _line(self)
 
 
-Record = StepRecord | ValidRecord | LoadRecord
+@dataclass(frozen=True, kw_only=True)
+class PhaseMemory:
+    """The peak of one phase on one rank.
+
+    Attributes:
+        process_bytes: of the device or process, everything included.
+        tensor_bytes: of tensors.
+        classes: these by class (`moe_memory.MemoryAccount`).
+        owners: these by unit of the layers or other owner, as class, owner and bytes, the largest first.
+    """
+
+    process_bytes: int
+    tensor_bytes: int
+    classes: Mapping[str, int]
+    owners: Sequence[Sequence[str | int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRecord:
+    """Peak memory by phase and class: of a step, or before the first one that this process ran, of building.
+
+    Attributes:
+        source: what `process_bytes` are.
+        rank: with the most in tensors, of which the phases are.
+        rank_bytes: largest peak of tensors of every rank.
+    """
+
+    kind: ClassVar[str] = "memory"
+
+    step: int
+    source: str
+    rank: int
+    phases: Mapping[str, PhaseMemory]
+    rank_bytes: Sequence[int]
+
+    def to_json(self) -> str:
+        return json.dumps({"record": self.kind, **asdict(self)}, separators=(",", ":"))
+
+
+Record = StepRecord | ValidRecord | LoadRecord | MemoryRecord
 
 
 def _line(record: Record) -> str:

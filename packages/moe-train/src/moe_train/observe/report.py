@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from moe_train.config.toml import NONE
+from moe_train.observe.html import text
 from moe_train.observe.jsonl import read_jsonl
 from moe_train.observe.loads import LoadHistory, load_history
+from moe_train.observe.memory_section import memory_section
 from moe_train.observe.metrics import METRICS, metric
 from moe_train.observe.notation import short
 from moe_train.observe.svg import Curve, Level, Point, SecondScale, heatmap, line_chart
@@ -31,6 +33,7 @@ class _Run:
         config: the resolved configuration as nested tables.
         steps, valid: records of metrics.jsonl.
         loads: history of the expert load; None before the first record.
+        memory: of a step by class, the latest (`_latest_memory`).
         summary: empty while the run is in progress.
     """
 
@@ -40,6 +43,7 @@ class _Run:
     steps: list[dict[str, Any]]
     valid: list[dict[str, Any]]
     loads: LoadHistory | None
+    memory: dict[str, Any] | None
     summary: dict[str, Any]
 
     @property
@@ -70,12 +74,19 @@ def write_report(run: RunDirectory) -> Path:
         steps=[record for record in records if record["record"] == "step"],
         valid=[record for record in records if record["record"] == "valid"],
         loads=load_history(run.expert_load),
+        memory=_latest_memory(list(read_jsonl(run.memory))),
         summary=run.read_summary(),
     )
     temporary = run.report.with_name(f"{run.report.name}.tmp")
     temporary.write_text(_page(found), encoding="utf-8")
     temporary.replace(run.report)
     return run.report
+
+
+def _latest_memory(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The latest record of a step, or before there is one that of building."""
+    of_steps = [record for record in records if "build" not in record["phases"]]
+    return next(iter(reversed(of_steps or records)), None)
 
 
 def _page(run: _Run) -> str:
@@ -86,11 +97,13 @@ def _page(run: _Run) -> str:
         parts += [_loss(run), _charts(run)]
     if run.loads is not None:
         parts.append(_experts(run, run.loads))
+    if run.memory is not None:
+        parts.append(memory_section(run.memory))
     parts += [_sample(run), _details(run)]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
-        f"<title>{_text(name)}</title><style>{style}</style></head>\n<body>{''.join(parts)}</body></html>\n"
+        f"<title>{text(name)}</title><style>{style}</style></head>\n<body>{''.join(parts)}</body></html>\n"
     )
 
 
@@ -100,8 +113,8 @@ def _head(run: _Run, name: str) -> str:
     status = "finished" if finished else f"step {done} of {run.total_steps}"
     recipe, started = run.environment.get("recipe", "unknown recipe"), run.environment.get("started", "")
     parts = [
-        f'<header><h1>{_text(name)}<span class="status">{status}</span></h1>',
-        f'<p class="muted">{_text(recipe)}, started {_text(started)}</p>',
+        f'<header><h1>{text(name)}<span class="status">{status}</span></h1>',
+        f'<p class="muted">{text(recipe)}, started {text(started)}</p>',
     ]
     if not run.steps:
         parts.append('<p class="notice">No step has finished yet.</p>')
@@ -207,10 +220,10 @@ def _chart(title: str, definition: str, curves: Sequence[Curve], unit: str, **op
     drawn = [curve for curve in curves if curve.points]
     if not drawn:
         return f"<figure><h3>{title}</h3><figcaption>No value of this was finite.</figcaption></figure>"
-    legend = "".join(f'<span class="{curve.css}"><i></i>{_text(curve.name)}</span>' for curve in drawn)
+    legend = "".join(f'<span class="{curve.css}"><i></i>{text(curve.name)}</span>' for curve in drawn)
     legend = f'<div class="legend">{legend}</div>' if len(drawn) > 1 else ""
     svg = line_chart(drawn, x_label="step", y_label=unit, **options)
-    return f"<figure><h3>{title}</h3><figcaption>{_text(definition)}</figcaption>{legend}{svg}</figure>"
+    return f"<figure><h3>{title}</h3><figcaption>{text(definition)}</figcaption>{legend}{svg}</figure>"
 
 
 def _experts(run: _Run, loads: LoadHistory) -> str:
@@ -273,7 +286,7 @@ def _over_time(
         paint=lambda value: (css, min(1.0, (value - least) / max(largest - least, 1.0))),
         describe=describe,
     )
-    caption = f"{_text(definition)} Full colour: {max(largest, least + 1):.2f}."
+    caption = f"{text(definition)} Full colour: {max(largest, least + 1):.2f}."
     return f"<figure><h3>{title}, layer by step</h3><figcaption>{caption}</figcaption>{chart}</figure>"
 
 
@@ -292,12 +305,12 @@ def _sample(run: _Run) -> str:
     note = f", temperature {sample['temperature']}" if "temperature" in sample else ""
     return (
         f'<section><h2>What it writes</h2><div class="card"><p class="muted">Prompt in colour{note}.</p>'
-        f'<pre class="sample"><b>{_text(sample["prompt"])}</b>{_text(sample["text"])}</pre></div></section>'
+        f'<pre class="sample"><b>{text(sample["prompt"])}</b>{text(sample["text"])}</pre></div></section>'
     )
 
 
 def _details(run: _Run) -> str:
-    config = _text(run.directory.config.read_text(encoding="utf-8"))
+    config = text(run.directory.config.read_text(encoding="utf-8"))
     versions = run.environment.get("versions", {})
     facts = {
         "command": run.environment.get("command", ""),
@@ -309,9 +322,9 @@ def _details(run: _Run) -> str:
         facts |= {f"corpus {name}": value for name, value in run.summary["corpus"].items()}
     if "flops_per_token" in run.summary:
         facts |= {f"{name} per token": f"{value:,}" for name, value in run.summary["flops_per_token"].items()}
-    rows = "".join(f"<tr><td>{_text(name)}</td><td>{_text(value)}</td></tr>" for name, value in facts.items())
+    rows = "".join(f"<tr><td>{text(name)}</td><td>{text(value)}</td></tr>" for name, value in facts.items())
     meanings = "".join(
-        f"<tr><td>{_text(m.name)}</td><td>{_text(m.definition)}</td><td>{_text(m.formula)}</td><td>{_text(m.good)}</td></tr>"
+        f"<tr><td>{text(m.name)}</td><td>{text(m.definition)}</td><td>{text(m.formula)}</td><td>{text(m.good)}</td></tr>"
         for m in METRICS
     )
     return (
@@ -320,21 +333,6 @@ def _details(run: _Run) -> str:
         "<details><summary>What the numbers mean</summary><table>"
         f"<tr><th>metric</th><th>definition</th><th>formula</th><th>healthy</th></tr>{meanings}</table></details></section>"
     )
-
-
-def _text(value: object) -> str:
-    """Text for HTML. Control characters, which no markup may hold, are shown as their pictures."""
-    visible = "".join(_picture(character) for character in str(value))
-    return visible.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
-
-
-def _picture(character: str) -> str:
-    code = ord(character)
-    if code < 0x20 and character not in "\n\t":
-        return chr(0x2400 + code)
-    if 0x7F <= code < 0xA0 or 0xD800 <= code < 0xE000 or code & 0xFFFE == 0xFFFE:
-        return "\ufffd"
-    return character
 
 
 def _number(value: float | None, form: str) -> str:

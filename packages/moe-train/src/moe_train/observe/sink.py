@@ -14,7 +14,7 @@ class MetricSink(Protocol):
     """Receives every record of a run in order, from the rank that reports."""
 
     def write(self, record: Record) -> None:
-        """Take one record; when it returns, a kill of the process does not lose it."""
+        """Take one record, of any kind; when it returns, a kill of the process does not lose it."""
 
     def close(self) -> None:
         """No record will follow."""
