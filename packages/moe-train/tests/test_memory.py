@@ -299,6 +299,18 @@ def test_what_is_beside_steps_is_named_too(tmp_path, monkeypatch):
         assert str(caught.value).splitlines()[:2] == [f"out of memory {where}", "  error: no room"]
 
 
+def test_what_a_report_fails_of_does_not_hide_what_happened(tmp_path, monkeypatch):
+    def failing(*_, **__):
+        raise ZeroDivisionError("as it is")
+
+    monkeypatch.setattr("moe_train.memory.report.ranked", failing)
+    monkeypatch.setattr(loop, "run_step", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no room")))
+    config = small_config("train.steps=1")
+    with pytest.raises(MemoryError, match="no room") as caught:
+        train(run_directory(tmp_path / "run", config), config)
+    assert caught.value.__notes__ == ["in step 1", "of which no report could be made: ZeroDivisionError: as it is"]
+
+
 def test_other_errors_pass_and_say_where_they_happened(tmp_path, monkeypatch):
     config = small_config("train.steps=2")
     run = run_directory(tmp_path / "run", config)

@@ -46,7 +46,12 @@ def explained(watch: MemoryWatch, config: TrainConfig, groups: Groups, file: Pat
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        report = out_of_memory_report(error, watch, config, world=groups.size("world"), stage=groups.rank("pp"))
+        try:
+            report = out_of_memory_report(error, watch, config, world=groups.size("world"), stage=groups.rank("pp"))
+        except Exception as failure:
+            # What happened first must be told in any case.
+            error.add_note(f"of which no report could be made: {type(failure).__name__}: {failure}")
+            raise error from failure
         # A disk that is full as well does not stand between the report and who waits for it.
         with suppress(OSError):
             file.write_text(report + "\n", encoding="utf-8")
