@@ -238,7 +238,8 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path)
 
     with pytest.raises(CheckpointError, match=r"step-00000002 cannot be written: .*No space left") as caught:
         train(run, layout, before=no_space)
-    assert "raised on rank 1 of 2 (dp=1" in caught.value.__notes__[0]
+    assert caught.value.__notes__[0] == "while step 2 was saved"
+    assert "raised on rank 1 of 2 (dp=1" in caught.value.__notes__[1]
     assert list(run.checkpoints.iterdir()) == []
 
 
