@@ -1,6 +1,7 @@
 """`auto` takes the dispatcher that the model of bytes and latency expects to be fastest, and says why."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -72,6 +73,28 @@ def test_the_speeds_are_options():
     fast = AutoConfig(layer=DEEPSEEK, network_gb_per_s=450.0)
     assert chosen(fast, ep=16, ep_inner=8, ep_outer=2)[0] == AllToAllConfig()
     assert chosen(ep=16, ep_inner=8, ep_outer=2)[0].kind == "hybrid"
+
+
+def test_fixed_sizes_count_as_what_they_send():
+    """One choice of 256 experts is seldom worth a hop; with rows for the worst case every token goes to every rank."""
+    exact = AutoConfig(layer=LayerConfig(tokens=4096, hidden=7168, top_k=1))
+    sizes = {"ep": 64, "ep_inner": 8, "ep_outer": 8}
+    assert chosen(exact, **sizes)[0] == AllToAllConfig()
+    config, reason = chosen(replace(exact, rank_capacity_factor=1.25), **sizes)
+    assert config == HybridConfig()
+    assert f"({7 * 4096 * (2 * 7168 * 2 + 8) / 1e6:.3g} MB over the network" in reason
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("key", ["network_gb_per_s", "nvlink_gb_per_s"])
+def test_speeds_that_are_none_are_problems_of_the_section(key, value):
+    (problem,) = AutoConfig(**{key: value}).problems()
+    assert (problem.key, problem.rule) == (f"comm.{key}", "must be finite and above 0")
+
+
+def test_a_start_that_takes_no_time_is_legal_and_one_that_takes_less_is_not():
+    assert AutoConfig(collective_us=0.0).problems() == []
+    assert [problem.key for problem in AutoConfig(collective_us=-1.0).problems()] == ["comm.collective_us"]
 
 
 def test_ranks_without_a_cut_are_one_node():

@@ -102,7 +102,9 @@ def test_the_reason_is_a_sentence_with_its_numbers():
     [
         (lambda: LinkSpeeds(network_gb_per_s=0), "network_gb_per_s = 0 is no speed"),
         (lambda: LinkSpeeds(nvlink_gb_per_s=-1), "nvlink_gb_per_s = -1 is no speed"),
-        (lambda: LinkSpeeds(collective_us=-1), "collective_us = -1 is negative"),
+        (lambda: LinkSpeeds(nvlink_gb_per_s=float("nan")), "nvlink_gb_per_s = nan is no speed"),
+        (lambda: LinkSpeeds(collective_us=-1), "collective_us = -1 is no time; it must be at least 0"),
+        (lambda: LinkSpeeds(collective_us=float("nan")), "collective_us = nan is no time"),
         (lambda: cheapest(size(2), among=["local"]), "none of local can serve 16 ranks"),
         (lambda: cheapest(size(2), among=[]), "none of no algorithms can serve 16 ranks"),
         (lambda: estimate("local", size(2)), "local is for one rank, not for 16"),

@@ -1,13 +1,16 @@
 """The dispatcher of two levels: the conformance kit over nodes and ranks per node, and what only it does."""
 
+import weakref
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from moe_comm import HybridConfig, MoeCommError, build_dispatcher, combine, dispatch, hybrid
+from moe_comm import HybridConfig, MoeCommError, build_dispatcher, combine, dispatch, hybrid, journey
 from moe_comm.testing import DispatcherConformance
 from moe_comm.testing.harness import split_groups
 from moe_kernels import Routing
-from moe_parallel import AxisGroups
+from moe_parallel import AxisGroups, Pending
 from moe_parallel.testing import run_threads
 
 
@@ -119,6 +122,48 @@ def test_nodes_that_are_not_known_are_refused():
             build_dispatcher(HybridConfig(), groups, 8)
 
     run_threads(4, on_rank)
+
+
+def test_row_19_nodes_that_are_not_neighbours_are_refused():
+    """Experts lie in the order of `ep`, so that another cut would bring rows to the experts of somebody else."""
+
+    def on_rank(rank, groups):
+        world = groups.group("world")
+        striped = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        axes = {"world": world, ("etp", "ep"): world, "ep": world}
+        lame = AxisGroups(axes | {"ep_inner": striped[rank % 2], "ep_outer": halves[rank // 2]})
+        with pytest.raises(MoeCommError, match=r"ep_inner must have the ranks \[(0, 1|2, 3)\] here, not \[(0|1), "):
+            build_dispatcher(HybridConfig(), lame, 8)
+        lame = AxisGroups(axes | {"ep_inner": halves[rank // 2], "ep_outer": halves[rank // 2]})
+        with pytest.raises(MoeCommError, match=r"ep_outer must have the ranks \[(0, 2|1, 3)\] here"):
+            build_dispatcher(HybridConfig(), lame, 8)
+
+    run_threads(4, on_rank)
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_what_arrived_is_gone_when_the_next_hop_begins(lanes):
+    """Rows are copied or added up, and dropped before room is made for what the next hop brings."""
+    arrived, begun = [], []
+
+    def flight():
+        rows = torch.ones(2, 3)
+        arrived.append(weakref.ref(rows))
+        return Pending.completed(journey.Freight(rows))
+
+    def turn(lane, depth, parcel):
+        return journey.Freight(parcel.rows + 10 * lane + depth)
+
+    def start(lane, depth, at_hand):
+        begun.append((lane, depth, arrived[len(begun)]() is None, at_hand.rows[0, 0].item()))
+        return flight()
+
+    pending = journey._in_turn(
+        journey.Freight(torch.zeros(1)), [flight() for _ in range(lanes)], range(1, 3), turn, start
+    )
+    assert pending.wait().rows.shape == (2 * lanes, 3)
+    assert begun == [(lane, depth, True, 1 + 10 * lane + depth) for depth in (1, 2) for lane in range(lanes)]
 
 
 def test_a_number_of_lanes_that_is_none_is_refused():

@@ -53,7 +53,8 @@ class ComparesSizesEveryTime(TwoLevelDispatcher):
 class ComparesSizesNever(TwoLevelDispatcher):
     def plan(self, routing, sizing=EXACT):
         if sizing.capacity_rows is not None:
-            self._agreed.add(tuple(common_sizes(sizing, *routing.ids_TK.shape).values()))
+            num_tokens, num_choices = routing.ids_TK.shape
+            self._agreed[sizing, num_choices] = common_sizes(sizing, num_tokens, num_choices)
         return super().plan(routing, sizing)
 
 

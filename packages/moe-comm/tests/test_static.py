@@ -17,10 +17,12 @@ from moe_comm import (
     build_dispatcher,
     combine,
     dispatch,
+    record_traffic,
     refuse_overflow,
 )
 from moe_kernels import Routing
 from moe_parallel import AxisGroups, CollectiveError, ParallelLayout, run_distributed
+from moe_parallel.testing import run_threads
 
 READS = ("_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
 
@@ -108,7 +110,8 @@ def test_r082_an_overflow_is_an_error_unless_it_is_meant(overflow):
     if overflow == "drop":
         refuse_overflow(int(plan.overflow), sizing)
     else:
-        with pytest.raises(MoeCommError, match="1 choices found no row: capacity_rows = 5 is too few for this routing"):
+        words = r"1 choices found no row: capacity_rows = 5 is too few for this routing, or expert ids are out of range"
+        with pytest.raises(MoeCommError, match=words):
             refuse_overflow(int(plan.overflow), sizing)
 
 
@@ -118,6 +121,8 @@ def test_sizes_that_are_none_are_refused():
         dispatcher.plan(routing(0, 2, 2), Sizing(capacity_rows=-1))
     with pytest.raises(MoeCommError, match="most_tokens is for fixed sizes; give capacity_rows with it"):
         dispatcher.plan(routing(0, 2, 2), Sizing(most_tokens=4))
+    with pytest.raises(MoeCommError, match="most_tokens = -1 is no number of tokens"):
+        dispatcher.plan(routing(0, 2, 2), Sizing(capacity_rows=8, most_tokens=-1))
 
 
 @pytest.mark.dist
@@ -170,6 +175,26 @@ def test_sizes_that_differ_later_end_every_rank(late, config):
     assert re.match("MoeCommError: .*(30 on rank 3|this rank brings 5 tokens)", wrong), wrong
     for error in others:
         assert re.match(r"CollectiveError: rank \d: \w+ in group [\w*= ]+ of ranks \d[\d, ]* failed", error), error
+
+
+def test_row_10_numbers_of_tokens_that_all_ranks_had_in_turn_do_not_mix():
+    """Without `most_tokens`: who comes with another number than last time compares, though all ranks had it once."""
+
+    def on_rank(rank, groups):
+        dispatcher = build_dispatcher(AllToAllConfig(), groups, 4)
+        sizing = Sizing(capacity_rows=20)
+        for tokens in (4, 6):
+            dispatcher.plan(routing(rank, tokens, 4), sizing)
+        with record_traffic() as again:
+            dispatcher.plan(routing(rank, 6, 4), sizing)
+        try:
+            dispatcher.plan(routing(rank, (6, 4)[rank], 4), sizing)
+        except MoeCommError as error:
+            return again.host_syncs, str(error).partition(";")[0]
+        return again.host_syncs, "no error"
+
+    told = "all ranks need the same sizes, but most_tokens is 6 on rank 0, 4 on rank 1"
+    assert run_threads(2, on_rank) == [(0, "no error"), (0, told)]
 
 
 @pytest.mark.dist

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm import (
+    Sizing,
     TrafficEntry,
     build_dispatcher as build,
     combine,
@@ -21,6 +22,7 @@ from moe_comm.config import AllGatherConfig, AllToAllConfig, HybridConfig, Local
 from moe_comm.counts import bytes_per_row, leg_bytes, metadata_bytes, rows_by_leg
 from moe_comm.testing.harness import split_groups
 from moe_comm.traffic import BACKWARD_OF, open_ledgers
+from moe_comm.volume import RandomRouting, expected_rows
 from moe_kernels import Routing, internal_dtype
 from moe_parallel import AxisGroups, LinkClass, Topology
 from moe_parallel.testing import run_threads
@@ -145,7 +147,7 @@ def test_when_a_plan_is_used_again_ids_stay_at_home(algorithm, dtype):
         assert as_tuples(ledger.entries[1:]) == first + again
 
 
-@pytest.mark.parametrize("algorithm", ["alltoall_per_rank", "alltoall_per_expert", "hybrid"])
+@pytest.mark.parametrize("algorithm", ["alltoall_per_rank", "alltoall_per_expert", "hybrid", "allgather"])
 def test_what_is_held_is_what_one_exchange_sends_and_receives(algorithm):
     def on_rank(rank, groups):
         dispatcher = build(CONFIGS[algorithm], split_groups(rank, groups, 1, 2), 8)
@@ -239,6 +241,29 @@ def test_the_ledger_counts_what_torch_distributed_is_given(world, algorithm, mon
     assert min(leaving) > 0
 
 
+@pytest.mark.parametrize("etp", [1, 2])
+@pytest.mark.parametrize("algorithm", CONFIGS)
+def test_with_fixed_sizes_the_model_and_the_ledger_agree_on_the_worst_case(algorithm, etp):
+    world, tokens, top_k = 4 * etp, 3, 2
+    topology = Topology.regular(world, ranks_per_node=world // 2)
+    choices = 1 if algorithm == "alltoall_per_expert" else top_k
+    row_bytes = bytes_per_row("dispatch", 5, torch.float32, choices=choices, with_ids=True)
+
+    def on_rank(rank, groups):
+        dispatcher = build(CONFIGS[algorithm], split_groups(rank, groups, etp, 2), 8)
+        probs_TK = torch.ones(tokens, top_k)
+        ids_TK = torch.zeros(tokens, top_k, dtype=torch.int64)
+        plan = dispatcher.plan(Routing(ids_TK=ids_TK, probs_TK=probs_TK, num_experts=8), Sizing(capacity_rows=9))
+        with record_traffic() as ledger:
+            dispatch(dispatcher, plan, torch.ones(tokens, 5), probs_TK)
+        sent = ledger.bytes_by_link(topology)
+        return [sent[link] / row_bytes / tokens for link in (LinkClass.NETWORK, LinkClass.NVLINK)]
+
+    routing = RandomRouting(num_experts=8, top_k=top_k)
+    rows = expected_rows(algorithm, routing, world=4, ranks_per_node=2, etp=etp, fixed=True)
+    assert run_threads(world, on_rank) == [[rows.network, rows.nvlink]] * world
+
+
 def test_one_rank_sends_nothing():
     with record_traffic() as ledger:
         step(build(LocalConfig(), AxisGroups(), 4), torch.tensor([[0, 3], [1, 2]]), 4, 8, torch.float32)
@@ -328,3 +353,24 @@ def test_backward_in_another_thread_reaches_the_ledgers_of_its_forward_while_the
     legs = ["metadata", "dispatch", "combine"]
     backward = ["combine_backward", "dispatch_backward"]
     assert run_threads(2, on_rank) == [([*legs, *backward, *legs], backward)] * 2
+
+
+def test_a_forward_that_autograd_repeats_in_another_thread_is_noted():
+    """On CUDA recompute runs there as well: the plan, which is that of the first forward, knows who listened then."""
+
+    def on_rank(rank, groups):
+        dispatcher, x_TD, probs_TK = build(AllToAllConfig(), groups, 2), torch.ones(1, 1), torch.ones(1, 1)
+        routing = Routing(ids_TK=torch.tensor([[0]]), probs_TK=probs_TK, num_experts=2)
+
+        def again():
+            leaf_TD = x_TD.clone().requires_grad_()
+            combine(dispatcher, plan, dispatch(dispatcher, plan, leaf_TD, probs_TK).rows_RD).sum().backward()
+
+        with record_traffic() as ledger:
+            plan = dispatcher.plan(routing)
+            Context().run(again)
+        Context().run(again)
+        return [e.leg for e in ledger.entries]
+
+    legs = ["metadata", "dispatch", "combine", "combine_backward", "dispatch_backward"]
+    assert run_threads(2, on_rank) == [legs] * 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_parallel import Pending
+from moe_parallel import MoeParallelError, Pending
 
 
 class RecordingWork:
@@ -61,3 +61,19 @@ def test_what_failed_is_not_handed_out_by_waiting_again():
         with pytest.raises(RuntimeError, match="lost"):
             pending.wait()
     assert finished == []
+
+
+def test_what_failed_while_it_was_finished_is_not_handed_out_by_waiting_again():
+    """Nor finished once more: what comes next may have begun, and is not begun twice."""
+    begun = []
+
+    def finish(value):
+        begun.append(value)
+        raise RuntimeError("lost")
+
+    pending = Pending(7, [RecordingWork([], "a")], finish)
+    with pytest.raises(RuntimeError, match="lost"):
+        pending.wait()
+    with pytest.raises(MoeParallelError, match="waited for before, and failed"):
+        pending.wait()
+    assert begun == [7]

@@ -1,10 +1,14 @@
 """The Mixture-of-Experts layer written out with loops: shared expert, its gate, and experts at another width."""
 
+import weakref
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from moe_memory.recompute import Replay
+from moe_parallel import Pending
 from moe_train.models.flops import decoder_costs
 from moe_train.testing import small_config, small_model
 
@@ -91,3 +95,21 @@ def test_a_latent_width_makes_experts_and_what_is_dispatched_smaller():
     latent.dispatcher.prepare = lambda plan, x, probs: seen.append(x.shape) or inner(plan, x, probs)
     latent(torch.randn(3, 24, dtype=torch.float64), torch.ones(3, dtype=torch.bool), None, Replay())
     assert seen == [(3, 6)]
+
+
+@pytest.mark.parametrize("name", ["plain", "shared"])
+def test_what_arrived_is_gone_while_experts_compute(name):
+    """Their rows are copies of it."""
+    _, _, layer = layer_of(name)
+    arrived, alive = [], []
+
+    def exchange(plan, parcel):
+        received = replace(parcel, rows=parcel.rows.clone())
+        arrived.append(weakref.ref(received.rows))
+        return Pending.completed(received)
+
+    layer.dispatcher.exchange = exchange
+    layer.experts.register_forward_pre_hook(lambda *_: alive.append(arrived[-1]() is not None))
+    x_TD = torch.randn(3, 24, dtype=torch.float64, requires_grad=True)
+    layer(x_TD, torch.ones(3, dtype=torch.bool), None, Replay())[0].sum().backward()
+    assert alive == [False]

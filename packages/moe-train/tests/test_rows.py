@@ -64,6 +64,12 @@ def test_tokens_of_a_rank_are_those_of_its_largest_microbatch():
     assert most_tokens(config("train.balance_sequences=1"), Sizes(dp=6)) == 31
 
 
+def test_with_dynamic_context_a_rank_has_as_many_tokens_as_it_has_room_for():
+    given = config()
+    given = replace(given, parallel=replace(given.parallel, dynamic_cp_tokens=48))
+    assert [most_tokens(given, Sizes(tp=tp)) for tp in (1, 2)] == [48, 24]
+
+
 def test_rows_are_a_multiple_of_those_under_even_load():
     """Each of the ranks that share an expert gets the rows of all of them."""
     given = config("comm.rank_capacity_factor=1.5", "comm.overflow=drop")

@@ -46,6 +46,7 @@ def choose(config: AutoConfig, groups: Groups, num_experts: int) -> tuple[Chosen
         hidden=layer.hidden,
         itemsize=layer.itemsize,
         probability_itemsize=max(4, layer.itemsize),
+        fixed=config.rank_capacity_factor is not None,
     )
     speeds = LinkSpeeds(
         network_gb_per_s=config.network_gb_per_s,

@@ -54,6 +54,8 @@ def check_routing(routing: Routing, sizing: Sizing, *, num_experts: int, capabil
         raise MoeCommError(f"capacity_rows = {sizing.capacity_rows} is no number of rows; it must be at least 0")
     if sizing.most_tokens is not None and sizing.capacity_rows is None:
         raise MoeCommError("most_tokens is for fixed sizes; give capacity_rows with it")
+    if sizing.most_tokens is not None and sizing.most_tokens < 0:
+        raise MoeCommError(f"most_tokens = {sizing.most_tokens} is no number of tokens; it must be at least 0")
 
 
 def check_most_tokens(routing: Routing, sizing: Sizing) -> None:
@@ -72,8 +74,8 @@ def refuse_overflow(choices: int, sizing: Sizing) -> None:
     """
     if choices and sizing.overflow == "raise":
         raise MoeCommError(
-            f"{choices} choices found no row: capacity_rows = {sizing.capacity_rows} is too few for this routing; give "
-            "more, or size the result exactly"
+            f"{choices} choices found no row: capacity_rows = {sizing.capacity_rows} is too few for this routing, or "
+            "expert ids are out of range; give more rows, or size the result exactly, which names such ids"
         )
 
 

@@ -78,6 +78,18 @@ class AutoConfig(RowsConfig):
     nvlink_gb_per_s: float = 450.0
     collective_us: float = 5.0
 
+    def problems(self) -> list[Problem]:
+        """Every violated rule."""
+        found = super().problems()
+        for name in ("network_gb_per_s", "nvlink_gb_per_s"):
+            speed = getattr(self, name)
+            if not (isfinite(speed) and speed > 0):
+                found.append(Problem(key=f"comm.{name}", value=speed, rule="must be finite and above 0"))
+        if not (isfinite(self.collective_us) and self.collective_us >= 0):
+            rule = "must be finite and at least 0"
+            found.append(Problem(key="comm.collective_us", value=self.collective_us, rule=rule))
+        return found
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalConfig(RowsConfig):

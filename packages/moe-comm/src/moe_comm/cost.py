@@ -36,10 +36,10 @@ class LinkSpeeds:
 
     def __post_init__(self) -> None:
         for name in ("network_gb_per_s", "nvlink_gb_per_s"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise MoeCommError(f"{name} = {getattr(self, name)} is no speed; it must be above 0")
-        if self.collective_us < 0:
-            raise MoeCommError(f"collective_us = {self.collective_us} is negative")
+        if not self.collective_us >= 0:
+            raise MoeCommError(f"collective_us = {self.collective_us} is no time; it must be at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,7 @@ class LayerSize:
         itemsize: bytes of a feature.
         probability_itemsize: bytes of a probability.
         lanes: parts of the tokens that follow each other through two levels.
+        fixed: what travels has the size of the worst case (`Sizing.capacity_rows`).
     """
 
     routing: RandomRouting
@@ -67,6 +68,7 @@ class LayerSize:
     probability_itemsize: int = 4
     etp: int = 1
     lanes: int = 1
+    fixed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +99,14 @@ def estimate(algorithm: Algorithm, size: LayerSize, speeds: LinkSpeeds | None = 
         MoeCommError: the algorithm cannot serve these ranks (`expected_rows`).
     """
     speeds = speeds or LinkSpeeds()
-    rows = expected_rows(algorithm, size.routing, world=size.world, ranks_per_node=size.ranks_per_node, etp=size.etp)
+    rows = expected_rows(
+        algorithm,
+        size.routing,
+        world=size.world,
+        ranks_per_node=size.ranks_per_node,
+        etp=size.etp,
+        fixed=size.fixed,
+    )
     choices = 1 if algorithm == "alltoall_per_expert" else size.routing.top_k
     there = size.hidden * size.itemsize + choices * (_ID_BYTES + size.probability_itemsize)
     both_ways = size.tokens * (there + size.hidden * size.itemsize)

@@ -60,7 +60,7 @@ class Sizing:
         overflow: what an overflow is: an error, which `refuse_overflow` raises where the host reads anyway (`raise`),
             or meant (`drop`), and counted.
         most_tokens: with `capacity_rows`, tokens of any rank at most, by which the way is sized; None where all ranks
-            have equally many, which is checked the first time.
+            have equally many, which is checked the first time, and by a rank whose number is not that of its last plan.
     """
 
     row_multiple: int = 1

@@ -60,6 +60,11 @@ class Hop:
     is_fixed: bool = False
 
     @property
+    def is_gather(self) -> bool:
+        """Whether all members send all of their rows to all, and equally many."""
+        return self.reach is None and len(set(self.receive_rows)) == 1
+
+    @property
     def rows_at_hand(self) -> int:
         """Rows that are sent, each counted once for every member it goes to; with `reach` None, once."""
         return sum(self.send_rows) if self.reach is not None else self.send_rows[0]

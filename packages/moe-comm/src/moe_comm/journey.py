@@ -68,10 +68,13 @@ class Journey:
         lanes: each with equally many hops; their rows are one after another in a parcel.
         fan_out: by lane and hop, which of the rows that arrived from the hop before goes to whom; None where all go to
             all. That of the first hop is the plan's own, and None here. Filled when ids arrive for the first time.
+        ledgers: those that were open when the plan was made. A forward pass that is repeated in a thread of autograd,
+            to which they are invisible, is noted in them.
     """
 
     lanes: tuple[Lane, ...]
-    fan_out: list[list[RowMap | None]] = field(default_factory=list)
+    fan_out: list[list[RowMap | None]] = field(init=False)
+    ledgers: tuple[TrafficLedger, ...] = field(default_factory=open_ledgers)
 
     def __post_init__(self) -> None:
         self.fan_out = [[None] * len(lane) for lane in self.lanes]
@@ -143,7 +146,7 @@ class _Account:
 
     Attributes:
         backward: whether it is the backward of the other direction.
-        kept: ledgers that were open in the forward pass.
+        kept: ledgers to tell beside those that are open here.
         held_bytes: by lane, what its hop under way sends and receives.
     """
 
@@ -171,50 +174,52 @@ def _spread(
     journey: Journey, freight: Freight, *, backward: bool, kept: tuple[TrafficLedger, ...] = ()
 ) -> Pending[Freight]:
     """All lanes there; the first hop of each starts now, the others when this is waited for."""
-    account = _Account(backward, kept)
+    account = _Account(backward, (*journey.ledgers, *kept))
 
     def start(lane: int, depth: int, at_hand: Freight) -> Pending[Freight]:
         return _start_there(lane, journey.lanes[lane][depth], at_hand, account)
 
-    def step(lane: int, depth: int, arrived: Freight) -> Pending[Freight]:
+    def turn(lane: int, depth: int, arrived: Freight) -> Freight:
         if arrived.ids is not None:
             journey.fan_out[lane][depth] = journey.lanes[lane][depth].fan_out(arrived.ids)
-        return start(lane, depth, _copied(arrived, journey.fan_out[lane][depth]))
+        return _copied(arrived, journey.fan_out[lane][depth])
 
     parts = freight.cut([lane[0].rows_at_hand for lane in journey.lanes])
     first = [start(lane, 0, part) for lane, part in enumerate(parts)]
-    return _in_turn(freight, first, range(1, journey.hops), step)
+    return _in_turn(freight, first, range(1, journey.hops), turn, start)
 
 
 def _collect(
     journey: Journey, freight: Freight, *, backward: bool, kept: tuple[TrafficLedger, ...] = ()
 ) -> Pending[Freight]:
     """All lanes back; the last hop of each starts now, the others when this is waited for."""
-    account = _Account(backward, kept)
+    account = _Account(backward, (*journey.ledgers, *kept))
 
     def start(lane: int, depth: int, at_hand: Freight) -> Pending[Freight]:
         return _start_back(lane, journey.lanes[lane][depth], at_hand, account)
 
-    def step(lane: int, depth: int, arrived: Freight) -> Pending[Freight]:
-        return start(lane, depth, _added_up(arrived, journey.fan_out[lane][depth + 1]))
+    def turn(lane: int, depth: int, arrived: Freight) -> Freight:
+        return _added_up(arrived, journey.fan_out[lane][depth + 1])
 
     parts = freight.cut([lane[-1].rows_arriving for lane in journey.lanes])
     last = [start(lane, journey.hops - 1, part) for lane, part in enumerate(parts)]
-    return _in_turn(freight, last, range(journey.hops - 2, -1, -1), step)
+    return _in_turn(freight, last, range(journey.hops - 2, -1, -1), turn, start)
 
 
 def _in_turn(
     value: Freight,
     flights: list[Pending[Freight]],
     depths: Sequence[int],
-    step: Callable[[int, int, Freight], Pending[Freight]],
+    turn: Callable[[int, int, Freight], Freight],
+    start: Callable[[int, int, Freight], Pending[Freight]],
 ) -> Pending[Freight]:
-    """Wait for the lanes one after another, and start the next hop of each as it arrives."""
+    """Wait for the lanes one after another, and start the next hop of each, with what `turn` makes of the arrived."""
 
     def finish(_: Freight) -> Freight:
         for depth in depths:
-            for lane, flight in enumerate(flights):
-                flights[lane] = step(lane, depth, flight.wait())
+            for lane in range(len(flights)):
+                # Taken off the list, so that what arrived is gone before there is room for what the next hop brings.
+                flights.append(start(lane, depth, turn(lane, depth, flights.pop(0).wait())))
         return Freight.join([flight.wait() for flight in flights])
 
     return Pending(value, [_MoreToCome()] if depths else [Flight(flight) for flight in flights], finish)
@@ -224,7 +229,8 @@ def _start_there(lane: int, hop: Hop, at_hand: Freight, account: _Account) -> Pe
     ridden = None if at_hand.probs is None else _packed(at_hand.probs, at_hand.ids)
     tensors = [at_hand.rows] if ridden is None else [at_hand.rows, ridden]
     leg = BACKWARD_OF[hop.back] if account.backward else hop.there
-    account.enter(lane, hop, leg, hop.send_rows, hop.rows_at_hand + hop.rows_arriving, tensors)
+    sent_rows = hop.rows_at_hand if hop.is_gather else sum(hop.send_rows)
+    account.enter(lane, hop, leg, hop.send_rows, sent_rows + hop.rows_arriving, tensors)
     flights = [_to_members(tensor, hop) for tensor in tensors]
 
     def finish(_: Freight) -> Freight:
@@ -248,9 +254,9 @@ def _start_back(lane: int, hop: Hop, at_hand: Freight, account: _Account) -> Pen
 
 def _to_members(tensor: Tensor, hop: Hop) -> Pending[Tensor]:
     send, receive = hop.send_rows, hop.receive_rows
+    if hop.is_gather:
+        return all_gather(tensor, hop.group)
     if hop.reach is None:
-        if len(set(receive)) == 1:
-            return all_gather(tensor, hop.group)
         # Ranks with different numbers of rows: no more bytes than these, where a gather of equal shapes would pad them.
         tensor = tensor.repeat(len(send), 1)
     return all_to_all(tensor, hop.group, send_rows=send, receive_rows=receive)

@@ -91,8 +91,8 @@ class TrafficLedger:
     Attributes:
         entries: one per exchange that communicated.
         host_syncs: how often the host waited for a device's numbers.
-        peak_buffer_bytes: the most that a dispatcher held at once to send and to receive, tokens and rows of the layer
-            itself not counted.
+        peak_buffer_bytes: the most that the exchanges of one direction that were under way at once send and receive;
+            what an earlier hop sent, and tokens and rows of the layer itself, not counted.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,8 @@ def record_traffic() -> Iterator[TrafficLedger]:
     """Record what the calling thread's rank sends inside the context, backward included.
 
     Dispatchers call `note_traffic`; those that do not leave no trace. Where backward runs in threads of its own (CUDA),
-    its exchanges are noted in the ledgers that were open in the forward pass and still are.
+    its exchanges, and those of a forward pass repeated there, are noted in the ledgers that were open in the forward
+    pass, or when the plan was made, and still are.
     """
     ledger = TrafficLedger()
     token = _open_here.set((*_open_here.get(), ledger))

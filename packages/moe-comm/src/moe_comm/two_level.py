@@ -120,7 +120,9 @@ class TwoLevelDispatcher:
         )
         first = self._way.place * self.num_local_experts
         self._local = slice(first, first + self.num_local_experts)
-        self._agreed: set[tuple[int, ...]] = set()  # sizes that all ranks were seen to share
+        # The sizes that all ranks were last seen to share, by sizing and choices per token. With the last alone, a rank
+        # that comes with another number of tokens compares, even if all ranks had that number once.
+        self._agreed: dict[tuple[Sizing, int], dict[str, int]] = {}
 
     def plan(self, routing: Routing, sizing: Sizing = EXACT) -> TwoLevelPlan:
         """Tell every rank the sizes of this one's routing, and lay out the way.
@@ -135,7 +137,7 @@ class TwoLevelDispatcher:
         num_tokens, num_choices = routing.ids_TK.shape
         is_fixed = sizing.capacity_rows is not None
         sizes = common_sizes(sizing, num_tokens, num_choices)
-        is_known = is_fixed and tuple(sizes.values()) in self._agreed
+        is_known = is_fixed and self._agreed.get((sizing, num_choices)) == sizes
         if is_known:
             check_most_tokens(routing, sizing)
         # Where there are too many tokens here, all ranks have to hear of it first.
@@ -155,7 +157,8 @@ class TwoLevelDispatcher:
             note_host_sync()
             on_host = told.on_host()
             refuse_different_sizes(on_host, self._block, sizes)
-            self._agreed.add(tuple(sizes.values()))
+            if is_fixed:
+                self._agreed[sizing, num_choices] = sizes
 
         chosen_E = told.counts_BE[:, self._local].sum(0)
         if sizing.capacity_rows is None:

@@ -115,7 +115,13 @@ class ExpectedRows:
 
 
 def expected_rows(
-    algorithm: Algorithm, routing: RandomRouting, *, world: int, ranks_per_node: int, etp: int = 1
+    algorithm: Algorithm,
+    routing: RandomRouting,
+    *,
+    world: int,
+    ranks_per_node: int,
+    etp: int = 1,
+    fixed: bool = False,
 ) -> ExpectedRows:
     """Rows over the network and inside a node.
 
@@ -123,23 +129,26 @@ def expected_rows(
         world: W, the size of the axis `ep`.
         ranks_per_node: L, those of them on one node; for `hybrid` consecutive ones.
         etp: ranks that share an expert, all on one node; each row that arrives goes to the others of them as well.
+        fixed: sizes are those of the worst case, in which every token (`per_expert`: every choice) goes everywhere.
 
     Raises:
         MoeCommError: nodes do not divide the ranks, ranks do not divide the experts, or `local` has several ranks.
     """
     _check(algorithm, world, ranks_per_node)
     nodes, beside = world // ranks_per_node, ranks_per_node - 1
-    p_node, p_rank = hit_probability(routing, nodes), hit_probability(routing, world)
+    p_node, p_rank = (max(float(fixed), hit_probability(routing, parts)) for parts in (nodes, world))
+    choices = routing.top_k * (world if fixed else 1)
     per_rank_here = nodes * beside * p_rank  # from the node's own rank on every rail to the ranks beside it
     network, nvlink = {
         "local": (0.0, 0.0),
         "allgather": (world - ranks_per_node, beside),
-        "alltoall_per_expert": (routing.top_k * (1 - 1 / nodes), routing.top_k * beside / world),
+        "alltoall_per_expert": (choices * (1 - 1 / nodes), choices * beside / world),
         "alltoall_per_rank": ((world - ranks_per_node) * p_rank, beside * p_rank),
         "hybrid": ((nodes - 1) * p_node, per_rank_here),
         "hybrid_rail_allgather": (nodes - 1, per_rank_here),
     }[algorithm]
-    arriving = peak_rows(algorithm, routing, world=world, ranks_per_node=ranks_per_node).ranks
+    peak = peak_rows(algorithm, routing, world=world, ranks_per_node=ranks_per_node, worst=fixed)
+    arriving = choices if algorithm == "alltoall_per_expert" else peak.ranks
     return ExpectedRows(network=network, nvlink=nvlink + (etp - 1) * arriving)
 
 

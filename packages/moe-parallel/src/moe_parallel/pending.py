@@ -1,7 +1,9 @@
 """`Pending`: one handle for communication in flight, the same on gloo and on CUDA."""
 
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NoReturn, Protocol, TypeVar
+
+from moe_parallel.errors import MoeParallelError
 
 T = TypeVar("T")
 
@@ -43,6 +45,11 @@ class Pending(Generic[T]):
             work.wait()
         self._works = ()
         if self._finish is not None:
-            finish, self._finish = self._finish, None
+            finish, self._finish = self._finish, _failed_before
             self._value = finish(self._value)
+            self._finish = None
         return self._value
+
+
+def _failed_before(_: object) -> NoReturn:
+    raise MoeParallelError("this was waited for before, and failed; there is no value")

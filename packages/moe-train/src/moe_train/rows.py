@@ -13,8 +13,10 @@ from moe_train.data.tokens import padded_row
 
 
 def most_tokens(config: TrainConfig, groups: Groups) -> int:
-    """Tokens that a rank has in any microbatch at most, padding included; for rows that `cp` ranks share."""
+    """Tokens that a rank has in any microbatch of training at most, padding included."""
     cp, tp, train = groups.size("cp"), groups.size("tp"), config.train
+    if config.parallel.dynamic_cp_tokens is not None:
+        return config.parallel.dynamic_cp_tokens // tp
     units = -(-train.global_batch_sequences // train.balance_sequences)
     share = -(-units // groups.size("dp")) * train.balance_sequences
     sequences = min(train.microbatch_sequences, share)

@@ -216,11 +216,11 @@ class MoELayer(nn.Module):
     def _experts(self, state: MoEState) -> None:
         with self._dispatching():
             dispatched = self.dispatcher.arrange(state.plan, state.in_flight.wait())
+        del state.in_flight  # what arrived is not kept while experts compute
         with self.units.within("experts"):
             rows_RD = self.experts(dispatched.rows_RD, dispatched.probs_R, dispatched.offsets_E)
         with self._dispatching():
             state.parcel = self.dispatcher.prepare_return(state.plan, rows_RD)
-        del state.in_flight
 
     def _exchange_return(self, state: MoEState) -> None:
         with self._dispatching():
