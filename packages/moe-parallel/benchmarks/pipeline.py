@@ -143,7 +143,14 @@ def step(schedule: Schedule, places: Placement, durations: Durations) -> tuple[f
         found = []
         for _ in range(STEPS):
             chunks = [SleepingChunk(durations) for _ in range(places.vpp)]
-            messages = Messages(places, rank, there=mesh.group("pp"), back=mesh.group("pp_back"))
+            messages = Messages(
+                places,
+                rank,
+                there=mesh.group("pp"),
+                back=mesh.group("pp_back"),
+                there_down=mesh.group("pp_down"),
+                back_up=mesh.group("pp_back_up"),
+            )
             sizes.clear()
             dist.barrier()
             began = time.monotonic()

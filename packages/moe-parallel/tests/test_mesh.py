@@ -411,17 +411,19 @@ def test_without_holders_a_shared_axis_is_one_rank():
         assert (mesh.size("pp_head"), mesh.rank("pp_head"), mesh.group("pp_head")) == (1, 0, None)
 
 
-def test_messages_back_have_a_group_of_their_own():
+def test_messages_of_each_kind_and_direction_have_a_group_of_their_own():
+    axes = ("pp", "pp_down", "pp_back", "pp_back_up")
     with fake_world(rank=1, world=8):
         mesh = FoldedMesh(ParallelLayout(world=8, pp=4), timeout_s=1)
-        there, back = mesh.group("pp"), mesh.group("pp_back")
-        assert there is not back
-        assert dist.get_process_group_ranks(there) == dist.get_process_group_ranks(back) == [1, 3, 5, 7]
-        assert (mesh.size("pp_back"), mesh.rank("pp_back")) == (mesh.size("pp"), mesh.rank("pp")) == (4, 0)
-        assert (there.group_desc, back.group_desc) == ("pp", "pp_back")
+        groups = [mesh.group(axis) for axis in axes]
+        assert len(set(map(id, groups))) == len(axes)
+        for axis, group in zip(axes, groups, strict=True):
+            assert dist.get_process_group_ranks(group) == [1, 3, 5, 7]
+            assert (mesh.size(axis), mesh.rank(axis)) == (4, 0)
+            assert group.group_desc == axis
     with fake_world(rank=1, world=8):
         mesh = FoldedMesh(ParallelLayout(world=8), timeout_s=1)
-        assert (mesh.size("pp_back"), mesh.group("pp_back")) == (1, None)
+        assert [(mesh.size(axis), mesh.group(axis)) for axis in axes] == [(1, None)] * len(axes)
 
 
 @pytest.mark.parametrize("shared", [{"pp": (0, 1)}, {"pp_embedding": (0, 2)}, {"pp_head": (-1, 0)}, {"embedding": ()}])

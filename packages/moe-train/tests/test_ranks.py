@@ -196,6 +196,26 @@ def test_state_moves_between_pipelines_bit_for_bit(tmp_path):
         train(run, layout, *model, *how, f"train.steps={steps + 2}", resume=True)
 
 
+@pytest.mark.parametrize(("engine", "mtp_layers"), [("zero1", 1), ("fsdp", 1), ("fsdp", 0)])
+def test_the_weights_that_are_validated_are_those_of_the_last_update(engine, mtp_layers):
+    """Also a tied table that is looked up in training alone; what the last update sends may still be on its way."""
+    layout = layout_of(4, pp=2)
+    model = ("model.tied_embeddings=true", f"model.mtp_layers={mtp_layers}")
+    config = config_for(layout, *model, "memory.bucket_mib=0.001", engine=engine)
+
+    def on_rank(mesh):
+        training = assemble(config, mesh)
+        tokens = next_step(training.data.train, training.cut)
+        assert not loop.run_step(training, tokens.microbatches, updates=0, window=None).skipped
+        at_once = validation_loss(training, 4)
+        training.engine.synchronize()
+        return at_once, validation_loss(training, 4)
+
+    with short_corpus():
+        losses = run_distributed(layout, on_rank, timeout_s=20, **mesh_of(config, layout))
+    assert [at_once for at_once, _ in losses] == [later for _, later in losses]
+
+
 @pytest.mark.parametrize("engine", ["zero1", "fsdp"])
 def test_r097_kill_a_rank_and_resume_bit_for_bit(engine, tmp_path):
     layout = layout_of(4, ep=2)

@@ -19,8 +19,9 @@ from moe_parallel.sharding import SHARED_AXES
 ACTIVATION_AXES = (("tp",), ("cp",), ("tp", "cp"), ("pp",), ("ep",), ("etp",), ("etp", "ep"))
 GRADIENT_AXES = (("dp",), ("cp", "dp"), ("tp", "cp", "dp"), ("edp",), ("etp", "edp"))
 
-# Of a pipeline the messages back, which must not wait behind those there.
-BACK_AXES = ("pp_back",)
+# Of a pipeline the messages besides outputs that go to later ranks: outputs that go to earlier ones, as in a V, and
+# gradients to earlier and to later ones. Two ranks that send to each other in one queue would wait for each other.
+MESSAGE_AXES = ("pp_down", "pp_back", "pp_back_up")
 
 # An axis may be cut in two: `inner` has runs of consecutive places, such as the ranks of one node (a node group), and
 # `outer` the same place of every run (a rail group). The inner varies faster. By axis: the two, in this order.
@@ -93,7 +94,7 @@ class FoldedMesh:
         further_axes: list[tuple[str, ...]] = []
         further_axes += [(part,) for axis, inner in self._inner_size.items() if inner > 1 for part in CUT_AXES[axis]]
         further_axes += [axes for axis in self._context_size for axes in ((axis,), ("tp", axis))]
-        for row in ((*ACTIVATION_AXES, *further_axes), GRADIENT_AXES, (BACK_AXES,)):
+        for row in ((*ACTIVATION_AXES, *further_axes), GRADIENT_AXES, *(((axis,),) for axis in MESSAGE_AXES)):
             self._groups |= self._make(row)
         for axis in self._shared:
             # Also who is alone on it makes a group, since all must have made as many before the next.
@@ -141,7 +142,7 @@ class FoldedMesh:
             return ranks[first : first + size]
         if len(axes) != 1:
             return None
-        if axes == ("pp_back",):
+        if axes[0] in MESSAGE_AXES:
             return self.layout.group_of(self._rank, "pp")
         if axes[0] in SHARED_AXES:
             ranks = self.layout.group_of(self._rank, "pp")

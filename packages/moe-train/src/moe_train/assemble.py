@@ -135,13 +135,16 @@ def assemble(
     the memory of this rank.
 
     Sets torch's thread count and deterministic mode for the process, as `train.threads` and `train.deterministic` say,
-    which implementation computes (`kernels.implementation`), and on a CPU the allocator.
+    which implementation computes (`kernels.implementation`), on CUDA the current device, and on a CPU the allocator.
 
     Raises:
         MoeTrainError and the packages' own errors: a chosen backend cannot run here.
     """
     device = choose_device(config.train.device)
-    if device.type == "cpu":
+    if device.type == "cuda":
+        # What names no device, such as the synchronisation before a capture, is otherwise of the first one.
+        torch.cuda.set_device(device)
+    else:
         keep_freed_memory()
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
@@ -307,4 +310,13 @@ def choose_device(name: str) -> torch.device:
         )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name, Place.from_environment().local_rank) if name == "cuda" else torch.device(name)
+    if name == "cpu":
+        return torch.device(name)
+    number, seen = Place.from_environment().local_rank, torch.cuda.device_count()
+    if number >= seen:
+        raise MoeTrainError(
+            f"LOCAL_RANK = {number}, and this process sees {seen} CUDA device{'s' if seen > 1 else ''}; ranks of a "
+            "machine are numbered as the devices that each of them sees (CUDA_VISIBLE_DEVICES): start fewer, or let "
+            "each see all"
+        )
+    return torch.device(name, number)

@@ -68,7 +68,14 @@ def build_chunks(training: Training, microbatches: Sequence[Microbatch], weights
 def messages_of(training: Training) -> Messages:
     """Between this rank's stages and those of its neighbours."""
     groups = training.groups
-    return Messages(training.stages.places, groups.rank("pp"), there=groups.group("pp"), back=groups.group("pp_back"))
+    return Messages(
+        training.stages.places,
+        groups.rank("pp"),
+        there=groups.group("pp"),
+        back=groups.group("pp_back"),
+        there_down=groups.group("pp_down"),
+        back_up=groups.group("pp_back_up"),
+    )
 
 
 def microbatch_logits(training: Training, batch: Batch) -> tuple[Batch, Tensor | None]:

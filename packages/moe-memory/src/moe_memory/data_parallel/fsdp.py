@@ -28,6 +28,7 @@ from moe_memory.data_parallel.units import UnitPlan, find_units
 from moe_memory.errors import MoeMemoryError
 from moe_memory.optim.blocks import block_dim
 from moe_parallel import Box, Groups, ParameterKind, ShardSpec, all_reduce, replica_axes
+from moe_parallel.sharding import SHARED_AXES
 
 import_compiler()
 
@@ -41,9 +42,9 @@ class Fsdp(ShardedEngine):
     parameters (tied embeddings); those of a list must be read in their own forward only.
 
     The rest is kept as `Zero1` keeps it, in buckets: what `fully_shard` cannot shard (scalars, parameters without
-    elements or in another dtype than the rest, such as routers, those that several modules share, or that a module or a
-    container such as `nn.ParameterList` has besides the units), what is not replicated, and vectors outside a list,
-    which are not worth a collective.
+    elements or in another dtype than the rest, such as routers, those that several modules or stages of a pipeline
+    share, or that a module or a container such as `nn.ParameterList` has besides the units), what is not replicated,
+    and vectors outside a list, which are not worth a collective.
 
     Gradients are reduced in every microbatch, as it is known only afterwards which one is the last.
 
@@ -83,6 +84,8 @@ class Fsdp(ShardedEngine):
             and parameter.ndim > 0
             and keys[name].compute_dtype == self._compute_dtype
             and uses[id(parameter)] == 1
+            # Another stage may read it by several modules, and all that sum its gradient must have it cut alike.
+            and not set(SHARED_AXES) & set(keys[name].copy_axes)
             and self._replicas[keys[name].kind].shard is not None
             and self._can_cut(name, tuple(parameter.shape), keys[name])
         }
@@ -140,7 +143,6 @@ class Fsdp(ShardedEngine):
 class _Unit:
     """A module under `fully_shard`, whose shards are master weights."""
 
-    late = False
     masters_may_leave = False
 
     def __init__(

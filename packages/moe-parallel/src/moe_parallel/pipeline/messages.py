@@ -13,19 +13,38 @@ class Messages:
     """Ordered messages without labels: between two ranks outputs are needed in the order in which they are sent, and so
     are gradients (`moe_parallel.pipeline.order.check_ranks`), each in a group of their own.
 
+    On NCCL a group is one queue for every two ranks, in which each would wait for the other if both sent to each other.
+    So what goes the other way, from rank to rank, has a group of its own as well. That occurs on two ranks with several
+    stages each, and in a V.
+
     Args:
         places: where the stages are.
         rank: of this rank in the pipeline.
         there: the ranks of the pipeline in order, for outputs; None where there is one.
         back: the same ranks, for gradients.
+        there_down: the same, for outputs that go to an earlier rank; `there` unless given, which suffices for gloo.
+        back_up: the same, for gradients that go to a later rank; `back` unless given.
     """
 
     def __init__(
-        self, places: Placement, rank: int = 0, *, there: ProcessGroup | None = None, back: ProcessGroup | None = None
+        self,
+        places: Placement,
+        rank: int = 0,
+        *,
+        there: ProcessGroup | None = None,
+        back: ProcessGroup | None = None,
+        there_down: ProcessGroup | None = None,
+        back_up: ProcessGroup | None = None,
     ) -> None:
         self.places = places
         self.rank = rank
-        self._groups = {False: there, True: back}
+        # Whether it is for gradients, and whether these go to a later rank.
+        self._groups = {
+            (False, True): there,
+            (False, False): there_down or there,
+            (True, False): back,
+            (True, True): back_up or back,
+        }
         self._here: dict[Output, Tensor] = {}
         self._coming: dict[Output, Pending[Tensor]] = {}
         self._leaving: list[Pending[Tensor]] = []
@@ -59,6 +78,7 @@ class Messages:
         self._leaving.clear()
 
     def _group(self, output: Output) -> ProcessGroup:
-        group = self._groups[output.gradient]
+        goes_up = receiver(output, self.places) > self.places.rank_of(output.stage)
+        group = self._groups[output.gradient, goes_up]
         assert group is not None, "another rank has a stage, so there is a group"
         return group

@@ -125,8 +125,9 @@ class Decoder(nn.Module):
                 delattr(modules, name)
         if not any(map(needs_head, stages)):
             del self.head
-        elif self.head.weight is None and not any(stage.has_embedding or stage.mtp_depths for stage in stages):
-            # No token is looked up here, so that the table is read by another module than its own.
+        elif self.head.weight is None and not any(stage.has_embedding for stage in stages):
+            # No token is looked up here, or in training alone (multi-token prediction), so that the table is read by
+            # another module than its own, which has to wait for it.
             self.head.weight = self.embedding.get_parameter("weight")
         if not any(needs_embedding(self.config, stage) for stage in stages):
             del self.embedding
