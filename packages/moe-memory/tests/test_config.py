@@ -6,6 +6,7 @@ from math import inf, nan
 import pytest
 
 from moe_memory import MemoryConfig, OptimConfig
+from moe_memory.config import ReshardConfig, state_problems
 
 WRONG = {
     "lr": [0.0, -1.0, inf, nan],
@@ -63,6 +64,21 @@ def test_legal_edges(values):
 def test_all_mistakes_are_reported_at_once():
     config = OptimConfig(lr=-1.0, beta1=2.0, eps=0.0)
     assert [problem.key for problem in config.problems()] == ["optim.lr", "optim.beta1", "optim.eps"]
+
+
+@pytest.mark.parametrize("setting", [{"prefetch_units": 2}, {"reshard": ReshardConfig(expert="step")}])
+def test_what_cuts_and_gathers_weights_is_for_the_engine_that_does(setting):
+    (problem,) = state_problems(MemoryConfig(**setting), OptimConfig())
+    ((name, value),) = setting.items()
+    assert (problem.key, problem.value) == (f"memory.{name}", value)
+    assert state_problems(MemoryConfig(**setting, data_parallel="fsdp"), OptimConfig()) == []
+
+
+@pytest.mark.parametrize("offload", ["none", "state"])
+def test_a_share_of_the_host_is_for_updates_there(offload):
+    (problem,) = state_problems(MemoryConfig(), OptimConfig(offload=offload, offload_fraction=0.5))
+    assert (problem.key, problem.value) == ("optim.offload_fraction", 0.5)
+    assert state_problems(MemoryConfig(), OptimConfig(offload="step", offload_fraction=0.5)) == []
 
 
 @pytest.mark.parametrize("config", [MemoryConfig, OptimConfig])

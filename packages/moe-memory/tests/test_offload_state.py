@@ -8,13 +8,16 @@ import torch
 from moe_memory import Fsdp, MemoryConfig, OptimConfig, Zero1
 from moe_memory.config import state_problems
 from moe_memory.copies import FakeCopies
+from moe_memory.optim.buffer import Buffer
 from moe_memory.optim.home import Home
+from moe_memory.optim.optimizer import Optimizer
+from moe_memory.optim.rules import update_rule
 from moe_memory.optim.slots import Slot
 from moe_memory.testing import DataParallelConformance, RanksConformance
 from moe_memory.testing.reference import CONFIG, KEEP_INTERNAL, step_tokens
 from moe_memory.testing.session import Session, assembled, copied
 from moe_memory.testing.verdict import same_tables, state_of
-from moe_parallel import AxisGroups, ParallelLayout, run_distributed
+from moe_parallel import AxisGroups, ParallelLayout, ParameterKind, ShardSpec, run_distributed
 
 LOW = replace(CONFIG, exp_avg_dtype="int8", exp_avg_sq_dtype="bfloat16")
 MODES = {
@@ -192,11 +195,71 @@ def test_the_share_of_the_host_is_as_configured():
     for fraction in (0.0, 0.3, 1.0):
         session = session_of(replace(CONFIG, offload="step", offload_fraction=fraction), FakeCopies())
         optimizer = session.engine._optimizer
-        able = [bucket for bucket in session.engine._buckets if bucket.compute is not bucket.master]
-        total = sum(bucket.master.numel() for bucket in able)
-        taken = sum(buffer.weights.numel() for buffer in optimizer._host._buffers.values())
-        largest = max(bucket.master.numel() for bucket in able)
-        assert fraction * total - largest < taken <= fraction * total
+        for kind in ParameterKind:
+            able = [
+                bucket
+                for bucket in session.engine._buckets
+                if bucket.compute is not bucket.master and bucket.key.kind is kind
+            ]
+            total = sum(bucket.master.numel() for bucket in able)
+            taken = sum(buffer.weights.numel() for buffer in optimizer._host._buffers.values() if buffer.kind is kind)
+            largest = max(bucket.master.numel() for bucket in able)
+            assert fraction * total - largest < taken <= fraction * total
+
+
+def test_ranks_that_share_experts_update_them_in_one_order():
+    """Whatever else they hold, as where `tp` does not divide the vocabulary: weights are gathered in that order."""
+
+    def order(dense_elements):
+        config = replace(CONFIG, offload="step", offload_fraction=0.5)
+        rule = update_rule(config, ShardSpec(name="w", shape=(8, 8)), torch.bfloat16)
+        buffers = [
+            Buffer(
+                weights=torch.zeros(elements), parts=[], rule=rule, compute=torch.bfloat16, kind=kind, may_leave=True
+            )
+            for kind, elements in ((ParameterKind.DENSE, dense_elements), *((ParameterKind.EXPERT, 64),) * 3)
+        ]
+        optimizer = Optimizer(config, [], buffers, AxisGroups(), torch.device("cpu"), copies=FakeCopies())
+        gradients, updated = [torch.zeros(buffer.weights.numel()) for buffer in buffers], []
+        optimizer.step(0.1, gradients, 1.0, lambda index, weights: updated.append(index))
+        assert sorted(updated) == [0, 1, 2, 3]
+        return [index for index in updated if index]
+
+    assert order(dense_elements=160) == order(dense_elements=64)
+
+
+@modes
+def test_what_leaves_is_in_buckets_even_where_nothing_is_communicated(mode):
+    """Or all of it would come back at once."""
+    buckets = session_of(replace(CONFIG, **MODES[mode]), FakeCopies()).engine._buckets
+    for bucket in buckets:
+        size_bytes = sum(p.numel() for p in bucket.parameters.values()) * bucket.grad.element_size()
+        assert len(bucket.names) == 1 or size_bytes <= 500
+    assert len(buckets) > len({bucket.key for bucket in buckets})
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_the_device_has_the_state_of_few_buffers_at_once(kind, monkeypatch):
+    """Its memory is taken until a copy is made, and a host that did not wait for any would be far ahead of them."""
+    copies = FakeCopies()
+    session = session_of(replace(CONFIG, kind=kind, offload="state"), copies)
+    session.train([0])
+    restore, seen = copies.restore, []
+
+    def restored(tensor):
+        restore(tensor)
+        seen.append(device_bytes(session))
+
+    monkeypatch.setattr(copies, "restore", restored)
+    session.train([1])
+    optimizer = session.engine._optimizer
+    sizes = [
+        sum(tensor.nbytes for slot in slots for tensor in slot.tensors()) + buffer.may_leave * buffer.weights.nbytes
+        for slots, buffer in zip(optimizer._slots, optimizer._buffers, strict=True)
+    ]
+    staying = sum(bucket.master.nbytes for bucket in session.engine._buckets if bucket.compute is bucket.master)
+    # The one that is updated, two on their way here, two on their way back.
+    assert max(seen) - staying <= sum(sorted(sizes)[-5:]) < sum(sizes)
 
 
 @modes

@@ -374,3 +374,8 @@ def test_ragged_steps_are_ragged():
     lengths = cut.valid_BS.sum(1)
     assert 0 in lengths.tolist() or int(lengths.min()) < 13
     assert not torch.equal(cut.target_mask_BS, cut.valid_BS)
+
+
+def test_both_engines_take_part_whatever_one_of_them_is_told():
+    told = config("memory.data_parallel=fsdp", "memory.prefetch_units=1", "memory.reshard.expert=step")
+    assert cases(told, 4) == cases(config(), 4)

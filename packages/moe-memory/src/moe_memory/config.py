@@ -1,6 +1,6 @@
 """The `memory` and `optim` sections of the configuration. Imports nothing heavy."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any, ClassVar, Literal
 
@@ -64,6 +64,12 @@ class MemoryConfig:
     offload_fraction: float = 1.0
     offload_min_elements: int = 2**20
     offload_keep_layers: int = 1
+
+    def with_engine(self, engine: Literal["zero1", "fsdp"]) -> "MemoryConfig":
+        """The same for an engine, without what only the other one does."""
+        if engine == "fsdp":
+            return replace(self, data_parallel=engine)
+        return replace(self, data_parallel=engine, reshard=ReshardConfig(), prefetch_units=0)
 
     def problems(self) -> list[Problem]:
         """Every violated rule."""
@@ -254,8 +260,17 @@ class OptimConfig:
 
 
 def state_problems(memory: MemoryConfig, optim: OptimConfig) -> list[Problem]:
-    """Rules between where state lives and what it is."""
+    """Rules between where state lives and what it is; settings without effect violate one."""
     found: list[Problem] = []
+    for setting, default in (("reshard", ReshardConfig()), ("prefetch_units", 0)):
+        if memory.data_parallel == "zero1" and getattr(memory, setting) != default:
+            rule = "says when weights are cut and gathered, and zero1 keeps whole ones"
+            legal = "the default, or memory.data_parallel = 'fsdp'"
+            found.append(Problem(key=f"memory.{setting}", value=getattr(memory, setting), rule=rule, legal=legal))
+    if optim.offload != "step" and optim.offload_fraction != 1.0:
+        rule = f"is the share of the host, which updates nothing with optim.offload = {optim.offload!r}"
+        legal = "1.0, or optim.offload = 'step'"
+        found.append(Problem(key="optim.offload_fraction", value=optim.offload_fraction, rule=rule, legal=legal))
     for name in ("master_dtype", "gradient_dtype"):
         if getattr(optim, name) == "bfloat16" and memory.compute_dtype != "bfloat16":
             rule = f"has fewer bits than the weights, which compute in {memory.compute_dtype}"

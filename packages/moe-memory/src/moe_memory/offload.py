@@ -37,10 +37,11 @@ class HostPool:
     """Host memory by size, used again by later microbatches and steps.
 
     Sizes are rounded up, by an eighth at the most: rows of experts are never as many twice, and of each number there
-    would be some memory for good.
+    would be some memory for good. Pinned memory torch rounds up further, to a power of two, unless
+    `pinned_max_round_threshold_mb` of PYTORCH_ALLOC_CONF says otherwise.
 
     Attributes:
-        allocated_bytes: of all memory that it ever made.
+        allocated_bytes: of all memory that it ever made, before torch rounds.
     """
 
     def __init__(self, copies: CopyEngine) -> None:

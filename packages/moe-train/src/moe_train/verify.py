@@ -174,7 +174,7 @@ def _ways(config: TrainConfig, layout: ParallelLayout) -> Iterator[tuple[Engine,
             schedule=schedule,
             vpp=vpp,
         )
-        changed = replace(config, parallel=parallel, memory=replace(config.memory, data_parallel=engine))
+        changed = replace(config, parallel=parallel, memory=config.memory.with_engine(engine))
         if not parallel.problems() and not layout_problems(changed, layout):
             yield engine, parallel
 
@@ -288,7 +288,7 @@ def _run(config: TrainConfig, case: Case, data: Data, steps: int, timeout_s: flo
     config = replace(
         config,
         parallel=case.parallel,
-        memory=replace(config.memory, data_parallel=case.engine, shard_replicas=_run_of_replicas(config, case)),
+        memory=replace(config.memory.with_engine(case.engine), shard_replicas=_run_of_replicas(config, case)),
         train=replace(config.train, microbatch_sequences=case.microbatch_sequences),
     )
 

@@ -137,10 +137,6 @@ class Bucket:
         return tuple(self.parameters)
 
     @property
-    def late(self) -> bool:
-        return self._group is not None
-
-    @property
     def masters_may_leave(self) -> bool:
         return self.compute is not self.master
 

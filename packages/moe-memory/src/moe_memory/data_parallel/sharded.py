@@ -46,9 +46,9 @@ class ShardedEngine(ABC):
         compute_dtype: dtype of weights and activations.
         keep_internal: patterns of global names that compute in the internal dtype all the same.
         decayed: which parameters have weight decay.
-        bucket_bytes: a bucket that is communicated has gradients of at most this size, or one parameter of a quarter of
-            it or more; so has a sum of partial gradients. Smaller ones start earlier and spare copies, larger ones are
-            fewer collectives.
+        bucket_bytes: a bucket that is communicated, or whose state is offloaded, has gradients of at most this size, or
+            one parameter of a quarter of it or more; so has a sum of partial gradients. Smaller ones start earlier and
+            spare copies, larger ones are fewer collectives.
         shard_replicas: state is sharded over runs of so many replicas (`replicas_of`); None shards over all.
         seed: of the run, for stochastic rounding.
         copies: of state that is offloaded (`optim.offload`), by default the engine of the device.
@@ -218,8 +218,9 @@ class ShardedEngine(ABC):
         for key in dict.fromkeys(keys[name] for name in parameters):
             replicas = self._replicas[key.kind]
             names = [name for name in parameters if keys[name] == key]
-            # What is not communicated need not be cut.
-            for part in [names] if replicas == Replicas(None) else cut(names, sizes, self._bucket_bytes):
+            # What neither travels to other ranks nor to the host need not be cut.
+            stays = replicas == Replicas(None) and self._config.offload == "none"
+            for part in [names] if stays else cut(names, sizes, self._bucket_bytes):
                 buckets.append(Bucket(key, {name: parameters[name] for name in part}, self._specs, replicas))
         return buckets
 
@@ -234,6 +235,7 @@ class ShardedEngine(ABC):
                     weights=master.view(-1),
                     parts=[],
                     rule=key.rule,
+                    kind=key.kind,
                     compute=key.compute_dtype,
                     may_leave=store.masters_may_leave,
                 )

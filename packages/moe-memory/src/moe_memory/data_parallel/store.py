@@ -19,10 +19,6 @@ class Store(Protocol):
     @property
     def names(self) -> Collection[str]: ...
 
-    @property
-    def late(self) -> bool:
-        """Whether weights may still be on their way when `start_refresh` returns, so that modules must wait."""
-
     def masters(self) -> Sequence[tuple[Tensor, BucketKey]]:
         """Master weights, updated in place, and what the parameters in each have in common."""
 

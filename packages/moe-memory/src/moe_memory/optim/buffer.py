@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_memory.optim.blocks import BLOCK, block_dim, view_by_block
 from moe_memory.optim.rounding import element_numbers, random_bits, round_to_bfloat16
 from moe_memory.optim.rules import UpdateRule
-from moe_parallel import Box, ShardSpec
+from moe_parallel import Box, ParameterKind, ShardSpec
 
 # Elements that are in the dtype of the arithmetic at once: a few tensors of this size fit into a processor's cache.
 CHUNK_ELEMENTS = 2**17
@@ -74,6 +74,7 @@ class Buffer:
         parts: of parameters that follow one rule; what lies between them is zero.
         rule: of all of them.
         compute: dtype of the weights that the model computes with.
+        kind: of all of them.
         may_leave: whether the model computes with other tensors, so that the memory of these may be free between
             updates.
     """
@@ -82,6 +83,7 @@ class Buffer:
     parts: list[Part]
     rule: UpdateRule
     compute: torch.dtype
+    kind: ParameterKind = ParameterKind.DENSE
     may_leave: bool = False
     _chunks: list[Chunk] = field(default_factory=list, init=False)
 

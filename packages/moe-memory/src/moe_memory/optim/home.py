@@ -1,5 +1,6 @@
 """`Home`: where tensors of optimizer state are between updates, on the device or in host memory."""
 
+from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -7,6 +8,13 @@ from torch import Tensor
 
 from moe_memory.copies import CopyEngine
 from moe_parallel import Pending
+
+# Copies to the host of so many homes are under way at once. The device has the memory of a tensor until it has left;
+# a host that did not wait would be far ahead, and bring everything back before anything has left.
+_UNDER_WAY = 2
+
+# What waits for the tensors of a home, of those that left last.
+Departures = deque[list[Pending[Tensor]]]
 
 
 class Home:
@@ -18,12 +26,14 @@ class Home:
     Args:
         tensors: contiguous, each the only one of its storage.
         copies: what moves them; None leaves them where they are.
+        departures: of all homes that use these copies.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], copies: CopyEngine | None) -> None:
+    def __init__(self, tensors: Sequence[Tensor], copies: CopyEngine | None, departures: Departures) -> None:
         self._tensors = list(tensors) if copies is not None else []
         self._copies = copies
         self._host = [copies.host_empty(tensor) for tensor in self._tensors] if copies is not None else []
+        self._departures = departures
         self._leaving: list[Pending[Tensor]] = []
         self._coming: list[Pending[Tensor]] = []
         self._away = False
@@ -36,6 +46,10 @@ class Home:
             self._leaving.append(self._copies.to_host(tensor, host))
             self._copies.release(tensor)
         self._away = True
+        if self._leaving:
+            self._departures.append(self._leaving)
+        while len(self._departures) > _UNDER_WAY:
+            _wait_for(self._departures.popleft())
 
     def fetch(self) -> None:
         """Begin to copy back, if that is not under way."""
@@ -68,11 +82,13 @@ class Home:
         self.leave()
 
     def _settle(self) -> None:
-        for pending in self._leaving:
-            pending.wait()
-        self._leaving.clear()
+        _wait_for(self._leaving)
 
     def _arrive(self) -> None:
-        for pending in self._coming:
-            pending.wait()
-        self._coming.clear()
+        _wait_for(self._coming)
+
+
+def _wait_for(copies: list[Pending[Tensor]]) -> None:
+    for pending in copies:
+        pending.wait()
+    copies.clear()

@@ -10,12 +10,12 @@ from moe_memory.config import OptimConfig
 from moe_memory.copies import CopyEngine, copies_of
 from moe_memory.optim.adamw import AdamW
 from moe_memory.optim.buffer import Buffer, Part
-from moe_memory.optim.home import Home
+from moe_memory.optim.home import Departures, Home
 from moe_memory.optim.host import HostUpdates
 from moe_memory.optim.muon import Muon
 from moe_memory.optim.rules import UpdateRule
 from moe_memory.optim.slots import Slot
-from moe_parallel import Box, Groups, ShardSpec
+from moe_parallel import Box, Groups, ParameterKind, ShardSpec
 
 # In the order of a checkpoint.
 SLOT_NAMES = ("master", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
@@ -59,6 +59,7 @@ class Optimizer:
             self._buffers[index] = self._host.take(index, buffers[index])
         self._slots: list[list[Slot]] = []
         self._homes: list[tuple[Home, Home]] = []
+        self._departures: Departures = Departures()
         # One buffer after the other, so that the state of all is never on the device at once.
         for index, buffer in enumerate(self._buffers):
             self._slots.append([Slot(buffer, name, dtype) for name, dtype in buffer.rule.slots])
@@ -166,7 +167,8 @@ class Optimizer:
         copies = None if index in self._host else self._copies
         buffer = self._buffers[index]
         slots = [tensor for slot in self._slots[index] for tensor in slot.tensors()]
-        return Home(slots, copies), Home([buffer.weights] if buffer.may_leave else [], copies)
+        weights = [buffer.weights] if buffer.may_leave else []
+        return Home(slots, copies, self._departures), Home(weights, copies, self._departures)
 
     def _fetch(self, index: int) -> None:
         for home in self._homes[index]:
@@ -174,15 +176,24 @@ class Optimizer:
 
 
 def _on_host(config: OptimConfig, buffers: Sequence[Buffer]) -> list[int]:
-    """Buffers that the host updates: from the first on, up to the share that is configured."""
-    able = [index for index, buffer in enumerate(buffers) if buffer.rule.kind == "adamw" and buffer.may_leave]
+    """Buffers that the host updates: of each kind from the first on, up to the share that is configured.
+
+    Of each kind, since ranks that gather the weights of one hold equally much of it and not of the other. They must
+    choose alike, for weights are gathered in the order of the updates.
+    """
     if config.offload != "step":
         return []
-    room = config.offload_fraction * sum(buffers[index].weights.numel() for index in able)
     found = []
-    for index in able:
-        room -= buffers[index].weights.numel()
-        if room < 0:
-            break
-        found.append(index)
-    return found
+    for kind in ParameterKind:
+        able = [
+            (index, buffer.weights.numel())
+            for index, buffer in enumerate(buffers)
+            if buffer.kind is kind and buffer.rule.kind == "adamw" and buffer.may_leave
+        ]
+        room = config.offload_fraction * sum(elements for _, elements in able)
+        for index, elements in able:
+            room -= elements
+            if room < 0:
+                break
+            found.append(index)
+    return sorted(found)

@@ -82,8 +82,9 @@ def copied(tensors: Iterable[StateTensor]) -> list[Part]:
 
 def to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
     """A copy; of bfloat16, which numpy does not know, the bits."""
-    tensor = tensor.detach().cpu()
-    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
+    # Not the memory itself, which numpy would keep from being released and restored.
+    tensor = tensor.detach().to("cpu", copy=True)
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def assembled(parts_of_ranks: Iterable[Sequence[Part]], what: str) -> dict[str, Tensor]:
