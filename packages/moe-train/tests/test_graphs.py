@@ -205,12 +205,12 @@ def train_with(name, function):
 @pytest.mark.parametrize(
     ("world", "overrides", "key", "says"),
     [
-        (1, ("kernels.graphs=full",), "kernels.graphs", "a dispatcher with a fixed number of rows"),
+        (1, ("kernels.graphs=full",), "kernels.graphs", "a whole step, which is not built here"),
         (
             1,
             ('kernels.graph_scopes=["moe_preprocess"]',),
             "kernels.graph_scopes",
-            "reads the number of rows on the host",
+            "reads exact ones on the host",
         ),
         (1, ("kernels.graph_scopes=[]",), "kernels.graph_scopes", "at least one part"),
         (1, ("memory.recompute=full",), "kernels.graphs", "does not run its forward again"),

@@ -14,8 +14,8 @@ def graph_problems(config: TrainConfig, layout: ParallelLayout) -> list[Problem]
         return []
     if kernels.graphs == "full":
         rule = (
-            "captures a step whose shapes are static: that takes a dispatcher with a fixed number of rows, which none "
-            "has here, and its plans without a read of the host"
+            "captures a whole step, which is not built here: shapes would have to be static, as they are with "
+            "comm.rank_capacity_factor, and losses, norms and overflows be read behind the capture"
         )
         return [Problem(key="kernels.graphs", value="full", rule=rule, legal="none, partial")]
     return [*_scope_problems(config), *_layout_problems(config, layout), *_data_problems(config)]
@@ -24,7 +24,7 @@ def graph_problems(config: TrainConfig, layout: ParallelLayout) -> list[Problem]
 def _scope_problems(config: TrainConfig) -> list[Problem]:
     key, scopes = "kernels.graph_scopes", config.kernels.graph_scopes
     if "moe_preprocess" in scopes:
-        rule = "the plan of a dispatch reads the number of rows on the host, which a graph cannot repeat"
+        rule = "the plan of a dispatch exchanges sizes, and reads exact ones on the host, which a graph cannot repeat"
         return [Problem(key=key, value=scopes, rule=rule, legal="attn, moe_router")]
     if not scopes or len(set(scopes)) < len(scopes):
         rule = "names at least one part of a layer, and each at most once"
