@@ -60,23 +60,11 @@ class TestInRuns(RanksConformance):
     layouts = ((ParallelLayout(world=4), 2),)
     small = ((ParallelLayout(world=4), 4),)
 
-    def build(self, config, groups, *, compute_dtype, keep_internal):
-        return Zero1(
-            config,
-            groups,
-            compute_dtype=compute_dtype,
-            keep_internal=keep_internal,
-            shard_replicas=gcd(2, groups.size("cp", "dp")),
-        )
+    def build(self, config, groups, **options):
+        return Zero1(config, groups, shard_replicas=gcd(2, groups.size("cp", "dp")), **options)
 
-    def build_other(self, config, groups, *, compute_dtype, keep_internal):
-        return Fsdp(
-            config,
-            groups,
-            compute_dtype=compute_dtype,
-            keep_internal=keep_internal,
-            shard_replicas=gcd(2, groups.size("cp", "dp")),
-        )
+    def build_other(self, config, groups, **options):
+        return Fsdp(config, groups, shard_replicas=gcd(2, groups.size("cp", "dp")), **options)
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (5, 30), (30, 5), (3, 6, 4)])
