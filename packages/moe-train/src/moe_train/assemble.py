@@ -181,23 +181,23 @@ def assemble(
             specs = apply_plan(model, family.plan(config.model, config.parallel), groups, device=device, keep=keep)
         with within("initial values", "temporary"):
             initialise(model, specs, family.init_rules(config.model), config.train.seed, groups)
-    check_patterns(family.internal_parameters, specs)
-    here = [name for name, _ in model.named_parameters()]
-    keep_internal = [p for p in family.internal_parameters if any(fnmatchcase(name, p) for name in here)]
-    check_optim_patterns(config.optim, specs)
-    engine = build_engine(
-        config.memory,
-        config.optim,
-        groups,
-        compute_dtype=dtype,
-        keep_internal=keep_internal,
-        seed=config.train.seed,
-    )
+        check_patterns(family.internal_parameters, specs)
+        here = [name for name, _ in model.named_parameters()]
+        keep_internal = [p for p in family.internal_parameters if any(fnmatchcase(name, p) for name in here)]
+        check_optim_patterns(config.optim, specs)
+        engine = build_engine(
+            config.memory,
+            config.optim,
+            groups,
+            compute_dtype=dtype,
+            keep_internal=keep_internal,
+            seed=config.train.seed,
+        )
+        with within("state", "optimizer"):
+            wrapped = engine.wrap(model, {name: specs[name] for name in here})
+            memory.account.know(wrapped)
     share = Share(rank=groups.rank("dp"), ranks=groups.size("dp"), unit=config.train.balance_sequences)
     costs = family.costs(config.model, data.tokenizer.vocab_size)
-    with memory.building(), within("state", "optimizer"):
-        wrapped = engine.wrap(model, {name: specs[name] for name in here})
-        memory.account.know(wrapped)
     return Training(
         config=config,
         device=device,
