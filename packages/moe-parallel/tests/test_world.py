@@ -23,6 +23,7 @@ from moe_parallel import (
     run_distributed,
     together,
 )
+from moe_parallel.errors import described
 from moe_parallel.testing import run_threads
 
 CPU = torch.device("cpu")
@@ -162,6 +163,7 @@ def test_of_a_lost_peer_the_others_learn_what_happened(port, failing):
     assert isinstance(errors[failing], OSError)
     assert isinstance(errors[1 - failing], CollectiveError)
     known = f"rank {failing} failed with OSError: the disk is full"
+    assert errors[1 - failing].cause in [(failing, "OSError: the disk is full"), *([None] if failing == 0 else [])]
     # Without torchrun rank 0 serves the rendezvous, and may take along what it left there.
     gone = "the other ranks cannot be asked what happened: the process that served the rendezvous is gone"
     assert errors[1 - failing].__notes__[0] in ([known] if failing == 1 else [known, gone])
@@ -269,3 +271,12 @@ def test_together_in_a_world_of_one_is_the_body():
     assert value == 1
     with pytest.raises(ValueError, match="disk full"), together():
         raise ValueError("disk full")
+
+
+def test_notes_follow_an_error_on_its_line_or_on_lines_of_their_own():
+    error = MoeParallelError("one")
+    assert described(error) == "one"
+    error.add_note("here")
+    assert described(error) == "one; here"
+    error.add_note("other: first\n  second")
+    assert described(error) == "one\nhere\nother: first\n  second"

@@ -14,7 +14,7 @@ import pytest
 from moe_train.cli import COMMANDS, main
 from moe_train.config.load import load_config
 from moe_train.config.toml import to_toml
-from moe_train.errors import MoeTrainError, described
+from moe_train.errors import MoeTrainError
 from moe_train.observe.metrics import METRICS
 
 
@@ -205,15 +205,6 @@ def test_explain_a_metric_by_name_and_by_label(capsys):
     assert capsys.readouterr().out.startswith("tokens_per_second (on the console: tok/s), tokens/s\n")
     assert main(["explain", "memory"]) == 0
     assert "more     memory/parameters, memory/gradients, " in capsys.readouterr().out
-
-
-def test_notes_follow_an_error_on_its_line_or_on_lines_of_their_own():
-    error = MoeTrainError("one")
-    assert described(error) == "one"
-    error.add_note("here")
-    assert described(error) == "one; here"
-    error.add_note("other: first\n  second")
-    assert described(error) == "one\nhere\nother: first\n  second"
 
 
 def test_explain_lists_all_and_suggests(capsys):

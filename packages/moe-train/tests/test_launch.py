@@ -9,8 +9,11 @@ import sys
 import time
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from moe_parallel import ParallelLayout
 from moe_train.cli import main
+from moe_train.launch.local import LaunchError, launch
 from moe_train.testing import SMALL
 
 pytestmark = pytest.mark.dist
@@ -22,6 +25,7 @@ FAULTS = """
 import os
 
 if os.environ.get("RANK") == "1" and (fault := os.environ.get("PLAYED_FAULT")):
+    import atexit
     import signal
     import time
 
@@ -33,6 +37,8 @@ if os.environ.get("RANK") == "1" and (fault := os.environ.get("PLAYED_FAULT")):
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "stay away":
             time.sleep(60)
+        if fault == "raise, and end late":
+            atexit.register(time.sleep, 20)
         raise MoeTrainError("the data of this rank are damaged")
 
     loop.run_step = run_step
@@ -98,20 +104,58 @@ def test_torchrun_works_too(tmp_path):
     assert [record["step"] for record in records] == [1, 2, 3, 3]
 
 
+DAMAGED = "MoeTrainError: the data of this rank are damaged; in step 1; on rank 1 of 2 (dp=1 ep=1)"
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("kill", "it ended with SIGKILL"),
-        ("raise", "MoeTrainError: the data of this rank are damaged; in step 1; on rank"),
+        ("kill", "rank 1 of 2 (dp=1 ep=1) ended with SIGKILL"),
+        ("raise", DAMAGED),
+        # The launcher sees the other rank end first, which only lost its peer.
+        ("raise, and end late", DAMAGED),
     ],
 )
 def test_a_rank_that_fails_ends_all_and_is_named(fault, words, tmp_path):
     ended = run(tmp_path, "--nproc", "2", fault=fault)
     assert ended.returncode == 2
-    last = ended.stderr.splitlines()[-1]
-    assert last.startswith("moe-train: rank 1 of 2 (dp=1 ep=1) failed first, so all ranks were ended: ")
-    assert words in last
+    assert ended.stderr.splitlines()[-1] == f"moe-train: all ranks were ended after the first failure: {words}"
     assert_nothing_is_left(tmp_path)
+
+
+KILLED = "rank 1 of 3 (dp=1 edp=1) ended with SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("exits", "later_s", "first"),
+    [
+        # Rank 0 lost its peer, and says so; of the others nobody has heard.
+        ({0: 1, 1: -signal.SIGKILL, 2: -signal.SIGTERM}, 1, KILLED),
+        ({0: 1, 1: -signal.SIGTERM}, 1, "CollectiveError: lost"),
+        # The launcher asks in vain for half a minute, and then kills.
+        ({0: 1, 1: -signal.SIGKILL}, 30, "CollectiveError: lost"),
+        ({1: -signal.SIGTERM}, 0, "rank 1 of 3 (dp=1 edp=1) ended with SIGTERM"),
+    ],
+)
+def test_of_failures_at_one_time_the_cause_is_the_first(exits, later_s, first, tmp_path, monkeypatch):
+    file, start = tmp_path / "error.json", int(time.time())
+    file.write_text(json.dumps({"message": {"message": "CollectiveError: lost", "extraInfo": {"timestamp": start}}}))
+    monkeypatch.setattr(time, "time", lambda: start + later_s)
+    failures = {
+        rank: ProcessFailure(rank, pid=rank, exitcode=code, error_file=str(file if rank == 0 else tmp_path / "none"))
+        for rank, code in exits.items()
+    }
+
+    def elastic_launch(config, entrypoint):
+        def run(*arguments):
+            raise ChildFailedError("moe-train", failures)
+
+        return run
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", elastic_launch)
+    with pytest.raises(LaunchError) as caught:
+        launch([], ParallelLayout(world=3))
+    assert str(caught.value) == f"all ranks were ended after the first failure: {first}"
 
 
 def test_a_rank_that_stays_away_is_named_by_the_others_in_time(tmp_path):
@@ -119,7 +163,7 @@ def test_a_rank_that_stays_away_is_named_by_the_others_in_time(tmp_path):
     ended = run(tmp_path, "--nproc", "2", "parallel.timeout_s=8", fault="stay away")
     assert ended.returncode == 2
     last = ended.stderr.splitlines()[-1]
-    assert "rank 0 of 2 (dp=0 ep=0) failed first" in last
+    assert last.endswith("; on rank 0 of 2 (dp=0 ep=0)")
     assert re.search(r"CollectiveError: rank 0: \w+ in group .* of ranks 0, 1 failed after \d+\.\d s: ", last), last
     assert "; in step 1; " in last
     assert "no report from rank 1" in last

@@ -28,9 +28,11 @@ class CollectiveError(MoeParallelError):
 
     Attributes:
         ranks: members of the group.
+        cause: the rank that failed in another way, and with what; None as long as no such rank is known.
     """
 
     ranks: tuple[int, ...] = ()
+    cause: tuple[int, str] | None = None
 
 
 def describe_group(group: ProcessGroup) -> str:

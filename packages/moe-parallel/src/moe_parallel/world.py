@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from moe_parallel.collectives import CollectiveError, all_gather
-from moe_parallel.errors import MoeParallelError
+from moe_parallel.errors import MoeParallelError, described
 from moe_parallel.topology import Topology
 
 # How long a failing rank waits for what the others have to say about it. It holds its connections meanwhile, so that
@@ -105,26 +105,26 @@ def joined(place: Place, *, device: torch.device, timeout_s: float) -> Iterator[
 def explain(error: BaseException, store: Any, *, rank: int, world: int) -> None:
     """Tell the other ranks what ended this one, and add what they said to the error as a note.
 
-    Of a collective that failed the note has what failed elsewhere, or else names the members of the group that have not
-    reported any failure: they died without a word, still wait for a peer, or are busy with something else.
+    Of a collective that failed the note has what failed elsewhere, the first of which becomes the `cause` of the error,
+    or else names the members of the group that have not reported any failure: they died without a word, still wait for
+    a peer, or are busy with something else.
     """
-    report = json.dumps({"lost": isinstance(error, CollectiveError), "text": f"{type(error).__name__}: {error}"[:2000]})
+    lost = isinstance(error, CollectiveError)
     try:
-        store.set(_key(rank), report)
+        store.set(_key(rank), json.dumps({"lost": lost, "text": f"{type(error).__name__}: {described(error)}"}))
         if isinstance(error, CollectiveError):
             reports = _reports(store, [other for other in range(world) if other != rank])
-            error.add_note(_what_others_say(reports, [peer for peer in error.ranks if peer != rank]))
+            causes = {other: report["text"] for other, report in sorted(reports.items()) if not report["lost"]}
+            error.cause = next(iter(causes.items()), None)
+            silent = [peer for peer in error.ranks if peer != rank and peer not in reports]
+            error.add_note(_what_others_say(causes, silent))
     except RuntimeError:
         error.add_note("the other ranks cannot be asked what happened: the process that served the rendezvous is gone")
 
 
-def _what_others_say(reports: Mapping[int, Mapping[str, Any]], peers: list[int]) -> str:
-    causes = [
-        f"rank {other} failed with {report['text']}" for other, report in sorted(reports.items()) if not report["lost"]
-    ]
-    silent = [peer for peer in peers if peer not in reports]
+def _what_others_say(causes: Mapping[int, str], silent: Sequence[int]) -> str:
     if causes:
-        return "; ".join(causes)
+        return "; ".join(f"rank {other} failed with {text.splitlines()[0][:2000]}" for other, text in causes.items())
     if silent:
         names = ("ranks " if len(silent) > 1 else "rank ") + ", ".join(map(str, silent[:_MOST_NAMES]))
         more = f" and {len(silent) - _MOST_NAMES} more" if len(silent) > _MOST_NAMES else ""

@@ -5,7 +5,7 @@ import os
 import sys
 from importlib import import_module
 
-from moe_train.errors import described
+from moe_parallel.errors import described
 
 # Name, module, what it does. A module has `main(arguments: list[str]) -> int`.
 COMMANDS = {

@@ -5,11 +5,17 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moe_parallel.collectives import CollectiveError
 from moe_parallel.layout import ParallelLayout
 from moe_train.errors import MoeTrainError
+
+# That a rank lost a peer is a consequence of what happened to the peer until so much later. Failures have their time in
+# whole seconds, that of a rank which said nothing is the time at which the launcher looked.
+_LOST_LATER_S = 5
 
 
 class LaunchError(MoeTrainError):
@@ -49,21 +55,28 @@ def launch(arguments: list[str], layout: ParallelLayout) -> None:
     try:
         elastic_launch(config, sys.executable)("-m", "moe_train", *arguments)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        raise LaunchError(_describe(layout.words_for(rank), failure)) from error
+        raise LaunchError(f"all ranks were ended after the first failure: {_first(error.failures, layout)}") from error
     except SignalException as error:
         if error.sigval is signal.SIGINT:
             raise KeyboardInterrupt from error
         raise LaunchError(f"ended by {error.sigval.name}, and all ranks with it") from error
 
 
-def _describe(rank: str, failure: Any) -> str:
-    said = _message(Path(failure.error_file)) or f"it ended with {_ending(failure.exitcode)}"
-    return f"{rank} failed first, so all ranks were ended: {said}"
+def _first(failures: Mapping[int, Any], layout: ParallelLayout) -> str:
+    """What failed first, with its place: no rank that was ended for it, and rather none that lost a peer by it."""
+    said = {rank: _message(Path(failure.error_file)) for rank, failure in failures.items()}
+
+    def order(rank: int) -> tuple[bool, int]:
+        ended_by_launcher = said[rank] is None and failures[rank].exitcode == -signal.SIGTERM
+        lost = (said[rank] or "").startswith(f"{CollectiveError.__name__}: ")
+        return ended_by_launcher, failures[rank].timestamp + (_LOST_LATER_S if lost else 0)
+
+    rank = min(failures, key=order)
+    return said[rank] or f"{layout.words_for(rank)} ended with {_ending(failures[rank].exitcode)}"
 
 
 def _message(file: Path) -> str | None:
-    """What the rank has recorded (`recorded`), if it had the time."""
+    """What the rank has recorded (`worker`) if it had the time, with the place of the rank that it is about."""
     try:
         return str(json.loads(file.read_text(encoding="utf-8"))["message"]["message"])
     except (OSError, ValueError, KeyError, TypeError):

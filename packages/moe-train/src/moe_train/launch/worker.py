@@ -3,11 +3,21 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moe_parallel import AxisGroups, FoldedMesh, Groups, Place, Topology, joined, machines
+from moe_parallel import (
+    AxisGroups,
+    CollectiveError,
+    FoldedMesh,
+    Groups,
+    ParallelLayout,
+    Place,
+    Topology,
+    joined,
+    machines,
+)
+from moe_parallel.errors import described
 from moe_train.assemble import choose_device
 from moe_train.config.checks import layout_of, mesh_of, topology_of
 from moe_train.config.tree import TrainConfig
-from moe_train.errors import described
 
 
 @contextmanager
@@ -29,13 +39,19 @@ def rank_groups(config: TrainConfig) -> Iterator[tuple[Groups, Topology]]:
             yield FoldedMesh(layout, timeout_s=timeout_s, **mesh_of(config, layout, topology)), topology
     except Exception as error:
         error.add_note(f"on {layout.words_for(place.rank)}")
-        _record(error)
+        _record(error, layout)
         raise
 
 
-def _record(error: Exception) -> None:
-    """Leave the error where torch's launcher looks for it."""
+def _record(error: Exception, layout: ParallelLayout) -> None:
+    """Leave what failed first, as far as this rank knows, where torch's launcher looks for it."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+    name, text = type(error).__name__, described(error)
+    if isinstance(error, CollectiveError) and error.cause is not None:
+        # This rank may have ended before the one that is the cause, of which the launcher then learns nothing.
+        rank, said = error.cause
+        name, _, text = said.partition(": ")
+        text += f"\non {layout.words_for(rank)}" if "\n" in text else f"; on {layout.words_for(rank)}"
     # Notes are not recorded, so that a stand-in of the same name says them.
-    get_error_handler().record_exception(type(type(error).__name__, (Exception,), {})(described(error)))
+    get_error_handler().record_exception(type(name, (Exception,), {})(text))
