@@ -24,8 +24,11 @@ from moe_parallel import (
     run_distributed,
     together,
 )
+from moe_parallel._torch_compat import in_memory_store
+from moe_parallel.collectives import with_rank
 from moe_parallel.errors import described
 from moe_parallel.testing import run_threads
+from moe_parallel.world import explain
 
 CPU = torch.device("cpu")
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -249,6 +252,45 @@ def test_a_rank_that_dies_before_it_agrees_does_not_leave_the_others_waiting():
 
     with pytest.raises(MoeParallelError, match=r"rank 1 died with exit code 3; rank 0: all_gather in group world"):
         run_distributed(ParallelLayout(world=2), on_rank, timeout_s=20)
+
+
+@pytest.mark.dist
+def test_a_peer_is_lost_in_a_collective_of_torch_too(port):
+    """As `fully_shard` makes them: gloo raises what any operator might."""
+
+    def on_rank(rank):
+        if rank == 1:
+            raise OSError("the disk is full")
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError as error:
+            error.add_note("in step 1")
+            raise
+
+    lost, _ = through_the_environment(2, port, on_rank)
+    assert isinstance(lost, CollectiveError)
+    assert str(lost).startswith("rank 0: a collective of torch's own failed: [")
+    assert lost.__notes__ == ["in step 1", "rank 1 failed with OSError: the disk is full"]
+    assert (lost.ranks, lost.cause) == ((0, 1), (1, "OSError: the disk is full"))
+
+
+@pytest.mark.dist
+def test_an_error_of_an_operator_is_no_lost_peer(port):
+    found = through_the_environment(2, port, lambda rank: torch.ones(2) @ torch.ones(3))
+    assert [type(error) for error in found] == [RuntimeError, RuntimeError]
+
+
+def test_what_fails_before_there_are_ranks_stays_what_it_is():
+    error = dist.DistStoreError("timed out")
+    assert with_rank(error) is error
+
+
+def test_the_cause_is_no_rank_that_tells_of_another():
+    store, lost = in_memory_store(), CollectiveError("lost")
+    for rank, error in enumerate((RankError("rank 1: OSError: disk full"), OSError("disk full"), lost)):
+        explain(error, store, rank=rank, world=3)
+    assert lost.cause == (1, "OSError: disk full")
+    assert lost.__notes__ == ["rank 1 failed with OSError: disk full"]
 
 
 @pytest.mark.dist

@@ -6,12 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from moe_parallel import ParallelLayout, run_distributed
+from moe_parallel.pipeline import messages as messages_module
 from moe_parallel.pipeline.order import Output
 from moe_parallel.pipeline.placement import Placement
-from moe_train.assemble import assemble, choose_device
-from moe_train.chunks import messages_of
+from moe_train.assemble import assemble, choose_device, stage_messages
+from moe_train.config.checks import mesh_of
+from moe_train.config.load import load_config
 from moe_train.errors import MoeTrainError
-from moe_train.testing import small_config
+from moe_train.testing import SMALL, short_corpus, small_config
 
 
 @pytest.mark.parametrize("name", ["auto", "cuda"])
@@ -42,7 +45,33 @@ def test_a_training_makes_its_device_the_current_one(monkeypatch):
 
 def test_messages_of_each_kind_and_direction_go_through_a_group_of_their_own():
     groups = SimpleNamespace(rank=lambda axis: 0, group=lambda axis: axis)
-    stages = SimpleNamespace(places=Placement(kind="v", pp=2, vpp=2))  # on ranks 0, 1, 1, 0
-    messages = messages_of(SimpleNamespace(groups=groups, stages=stages))
+    messages = stage_messages(groups, Placement(kind="v", pp=2, vpp=2))  # on ranks 0, 1, 1, 0
     outputs = [Output(gradient, 0, stage) for gradient, stage in ((False, 0), (False, 2), (True, 1), (True, 3))]
     assert [messages._group(output) for output in outputs] == ["pp", "pp_down", "pp_back", "pp_back_up"]
+
+
+@pytest.mark.dist
+def test_neighbours_are_connected_before_the_first_step(monkeypatch):
+    """Or NCCL would do it in the middle of one, where two ranks wait for each other."""
+    sent, send = [], messages_module.send
+
+    def seen(x, group, to):
+        sent.append((group.group_desc, to, x.numel()))
+        return send(x, group, to)
+
+    monkeypatch.setattr(messages_module, "send", seen)
+    layout = ParallelLayout(world=2, pp=2)
+    config = load_config(
+        "tiny_moe", [], [*SMALL, "parallel.pp=2", "parallel.vpp=2", "parallel.pipeline=Et|t||L"], world=2
+    ).config
+
+    def on_rank(mesh):
+        assemble(config, mesh)
+        return sent
+
+    with short_corpus():
+        found = run_distributed(layout, on_rank, timeout_s=20, **mesh_of(config, layout))
+    assert found == [
+        [("pp", 1, 1), ("pp_back_up", 1, 1), ("pp", 1, 1)],
+        [("pp_back", 0, 1), ("pp_down", 0, 1), ("pp_back", 0, 1)],
+    ]

@@ -130,6 +130,11 @@ def reduce_scatter_into(out: Any, x: Any, group: ProcessGroup) -> Any:
     return call(out, x, group=group, async_op=True)
 
 
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective raised it because a peer was lost. Gloo has no type for that; it names its own source."""
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "/gloo/" in str(error))
+
+
 @contextmanager
 def fake_world(rank: int, world: int) -> Iterator[None]:
     """A default process group of any size in this process, which communicates with nobody."""

@@ -7,17 +7,19 @@ must not be changed. Groups made by `FoldedMesh` carry their axes as their descr
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_parallel._torch_compat import all_gather_into, reduce_scatter_into
+from moe_parallel._torch_compat import all_gather_into, is_lost_peer, reduce_scatter_into
 from moe_parallel.errors import MoeParallelError
 from moe_parallel.pending import Pending
 from moe_parallel.precision import internal_dtype
+
+E = TypeVar("E", bound=BaseException)
 
 # A message names so many members of a group.
 _MOST_NAMES = 16
@@ -49,9 +51,19 @@ def describe_members(name: str, ranks: Sequence[int]) -> str:
 
 def lost_peers(doing: str, ranks: Sequence[int], seconds: float, error: Exception) -> CollectiveError:
     """The failure of what needed all of `ranks`, after `seconds`."""
-    reason = _one_line(error).partition(" This is typically caused by")[0].rstrip(".")  # without gloo's advice
-    failure = CollectiveError(f"rank {dist.get_rank()}: {doing} failed after {seconds:.1f} s: {reason}")
+    failure = CollectiveError(f"rank {dist.get_rank()}: {doing} failed after {seconds:.1f} s: {_reason(error)}")
     failure.ranks = tuple(ranks)
+    return failure
+
+
+def with_rank(error: E) -> "E | CollectiveError":
+    """The error, but a `CollectiveError` where a peer was lost in a collective that torch makes by itself, as those of
+    `fully_shard`."""
+    if not (dist.is_initialized() and is_lost_peer(error)):
+        return error
+    failure = CollectiveError(f"rank {dist.get_rank()}: a collective of torch's own failed: {_reason(error)}")
+    failure.ranks = tuple(range(dist.get_world_size()))
+    failure.__notes__ = list(getattr(error, "__notes__", []))
     return failure
 
 
@@ -172,5 +184,9 @@ def _failure(name: str, group: ProcessGroup, seconds: float, error: RuntimeError
     return lost_peers(f"{name} in {describe_group(group)}", dist.get_process_group_ranks(group), seconds, error)
 
 
-def _one_line(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
+    return _one_line(error).partition(" This is typically caused by")[0].rstrip(".")  # without gloo's advice
+
+
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from moe_parallel._torch_compat import file_store
-from moe_parallel.collectives import CollectiveError
+from moe_parallel.collectives import CollectiveError, with_rank
 from moe_parallel.errors import MoeParallelError
 from moe_parallel.layout import ParallelLayout
 from moe_parallel.mesh import FoldedMesh
@@ -101,10 +101,11 @@ def _work(
         # A rank that is done with a short function must not go while others still connect to it.
         dist.barrier()
         answer = ("result", fn(groups))
-    except BaseException as error:  # what test runners raise is no Exception; nothing may be lost in a process
+    except BaseException as raised:  # what test runners raise is no Exception; nothing may be lost in a process
+        error = with_rank(raised)
         explain(error, store, rank=rank, world=layout.world)
         error.add_note(f"raised on {layout.words_for(rank)}")
-        error.add_note("".join(traceback.format_tb(error.__traceback__)).rstrip())
+        error.add_note("".join(traceback.format_tb(raised.__traceback__)).rstrip())
         answer = ("error", (time.monotonic(), _portable(error)))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from moe_parallel.collectives import CollectiveError, all_gather
+from moe_parallel.collectives import CollectiveError, all_gather, with_rank
 from moe_parallel.errors import MoeParallelError, described
 from moe_parallel.topology import Topology
 
@@ -80,10 +80,12 @@ def joined(place: Place, *, device: torch.device, timeout_s: float) -> Iterator[
 
     Raises:
         MoeParallelError: the ranks did not find each other in time.
+        CollectiveError: in place of what torch raises where a peer is lost in a collective of its own.
     """
     if place.world == 1:
         yield
         return
+    # Bound to no device, which would make one queue of a group on NCCL, whoever sends to whom (`Messages`).
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     try:
@@ -96,8 +98,11 @@ def joined(place: Place, *, device: torch.device, timeout_s: float) -> Iterator[
     try:
         yield
     except Exception as error:
-        explain(error, store, rank=place.rank, world=place.world)
-        raise
+        failure = with_rank(error)
+        explain(failure, store, rank=place.rank, world=place.world)
+        if failure is error:
+            raise
+        raise failure from error
     finally:
         dist.destroy_process_group()
 
@@ -109,7 +114,7 @@ def explain(error: BaseException, store: Any, *, rank: int, world: int) -> None:
     or else names the members of the group that have not reported any failure: they died without a word, still wait for
     a peer, or are busy with something else.
     """
-    lost = isinstance(error, CollectiveError)
+    lost = isinstance(error, CollectiveError | RankError)
     try:
         store.set(_key(rank), json.dumps({"lost": lost, "text": f"{type(error).__name__}: {described(error)}"}))
         if isinstance(error, CollectiveError):

@@ -37,6 +37,8 @@ from moe_parallel import (
 )
 from moe_parallel.context.microbatches import SequenceWork
 from moe_parallel.pipeline.layout import PipelineLayout
+from moe_parallel.pipeline.messages import Messages
+from moe_parallel.pipeline.placement import Placement
 from moe_parallel.pipeline.schedules.table import Schedule
 from moe_parallel.plan import part_of
 from moe_train.allocator import keep_freed_memory
@@ -86,6 +88,7 @@ class Training:
         topology: which ranks share a machine.
         stages: of the pipeline.
         schedule: in which order a rank of it works.
+        messages: between its stages.
         router_names: of all layers with a router, in the order of their statistics.
         share: which sequences of a batch this rank works on where each has a row of its own.
         sizing: of the rows that experts get in training.
@@ -105,6 +108,7 @@ class Training:
     topology: Topology
     stages: PipelineLayout
     schedule: Schedule
+    messages: Messages
     router_names: tuple[str, ...]
     share: Share
     sizing: Sizing
@@ -196,6 +200,8 @@ def assemble(
         with within("state", "optimizer"):
             wrapped = engine.wrap(model, {name: specs[name] for name in here})
             memory.account.know(wrapped)
+    messages = stage_messages(groups, stages.places)
+    messages.connect(device)
     share = Share(rank=groups.rank("dp"), ranks=groups.size("dp"), unit=config.train.balance_sequences)
     costs = family.costs(config.model, data.tokenizer.vocab_size)
     return Training(
@@ -205,6 +211,7 @@ def assemble(
         topology=topology_of(config, groups.size("world")) if topology is None else topology,
         stages=stages,
         schedule=schedule_of(config.parallel),
+        messages=messages,
         router_names=router_names,
         share=share,
         sizing=sizing,
@@ -229,6 +236,18 @@ def check_patterns(patterns: Sequence[str], names: Iterable[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise MoeTrainError(f"the pattern {pattern!r} of parameters in the internal dtype matches no parameter")
+
+
+def stage_messages(groups: Groups, places: Placement) -> Messages:
+    """Between this rank's stages and those of its neighbours."""
+    return Messages(
+        places,
+        groups.rank("pp"),
+        there=groups.group("pp"),
+        back=groups.group("pp_back"),
+        there_down=groups.group("pp_down"),
+        back_up=groups.group("pp_back_up"),
+    )
 
 
 def attention_core(parallel: ParallelConfig, groups: Groups) -> AttentionCore:

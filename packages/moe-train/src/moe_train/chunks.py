@@ -11,7 +11,6 @@ from moe_kernels.grouped_gemm.autograd import weight_gradients_to
 from moe_memory.measure import open_account
 from moe_parallel.pipeline.chunk import Segment, SegmentedChunk
 from moe_parallel.pipeline.layout import Stage
-from moe_parallel.pipeline.messages import Messages
 from moe_parallel.pipeline.runtime import run_forward
 from moe_parallel.pipeline.weight_work import WeightWork
 from moe_train.assemble import Training
@@ -65,19 +64,6 @@ def build_chunks(training: Training, microbatches: Sequence[Microbatch], weights
     ]
 
 
-def messages_of(training: Training) -> Messages:
-    """Between this rank's stages and those of its neighbours."""
-    groups = training.groups
-    return Messages(
-        training.stages.places,
-        groups.rank("pp"),
-        there=groups.group("pp"),
-        back=groups.group("pp_back"),
-        there_down=groups.group("pp_down"),
-        back_up=groups.group("pp_back_up"),
-    )
-
-
 def microbatch_logits(training: Training, batch: Batch) -> tuple[Batch, Tensor | None]:
     """A forward outside training: this rank's part of the batch, and its logits where the last stage is.
 
@@ -85,7 +71,7 @@ def microbatch_logits(training: Training, batch: Batch) -> tuple[Batch, Tensor |
     """
     microbatch = Microbatch(batch=batch)
     chunks = build_chunks(training, [microbatch], lambda *_: None)
-    logits_TV = run_forward([chunk.passes for chunk in chunks], messages_of(training))
+    logits_TV = run_forward([chunk.passes for chunk in chunks], training.messages)
     return _here(training, microbatch)[0], logits_TV
 
 

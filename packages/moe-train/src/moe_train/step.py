@@ -20,7 +20,7 @@ from moe_parallel import reduce_norm_parts
 from moe_parallel.pipeline.runtime import run_actions
 from moe_train.assemble import Training
 from moe_train.choices import StepChoices
-from moe_train.chunks import build_chunks, messages_of
+from moe_train.chunks import build_chunks
 from moe_train.data.batch import Batch
 from moe_train.data.microbatches import Microbatch
 from moe_train.graphs import readable
@@ -99,7 +99,7 @@ def forward_backward(
         if is_graphed:
             # Graphs read them without calling their modules.
             training.engine.synchronize()
-        run_actions(actions, [chunk.passes for chunk in chunks], grads_ready, messages_of(training))
+        run_actions(actions, [chunk.passes for chunk in chunks], grads_ready, training.messages)
     with training.memory.phase("reduce"), within("reduction", "gradients"):
         training.engine.finish()
     statistics = RouterStatistics.nothing(

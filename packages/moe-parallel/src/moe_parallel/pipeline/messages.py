@@ -1,5 +1,6 @@
 """`Messages`: outputs and gradients between stages of a pipeline, to other ranks or to another chunk of this one."""
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -15,7 +16,8 @@ class Messages:
 
     On NCCL a group is one queue for every two ranks, in which each would wait for the other if both sent to each other.
     So what goes the other way, from rank to rank, has a group of its own as well. That occurs on two ranks with several
-    stages each, and in a V.
+    stages each, and in a V. It also connects two ranks in their first message, in which each waits for the other, so
+    that all connections are to be made before the first step (`connect`).
 
     Args:
         places: where the stages are.
@@ -48,6 +50,25 @@ class Messages:
         self._here: dict[Output, Tensor] = {}
         self._coming: dict[Output, Pending[Tensor]] = {}
         self._leaving: list[Pending[Tensor]] = []
+
+    def connect(self, device: torch.device) -> None:
+        """Send a message along every way, before anything else is sent. Collective over the ranks of the pipeline.
+
+        Args:
+            device: of what will be sent.
+        """
+        for stage in range(self.places.num_stages - 1):
+            # In one order on all ranks, so that of all ways that are not made yet both ends of the first come to it.
+            for output in (Output(False, 0, stage), Output(True, 0, stage + 1)):
+                source, to = self.places.rank_of(output.stage), receiver(output, self.places)
+                if source == to:
+                    continue
+                if self.rank == source:
+                    self.give(output, torch.zeros(1, device=device))
+                elif self.rank == to:
+                    self.expect(output, torch.zeros(1, device=device))
+                    self.take(output)
+        self.close()
 
     def comes_from_afar(self, need: Output) -> bool:
         """Whether another rank makes it."""

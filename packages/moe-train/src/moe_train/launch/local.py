@@ -11,11 +11,14 @@ from typing import Any
 
 from moe_parallel.collectives import CollectiveError
 from moe_parallel.layout import ParallelLayout
+from moe_parallel.world import RankError
 from moe_train.errors import MoeTrainError
 
-# That a rank lost a peer is a consequence of what happened to the peer until so much later. Failures have their time in
-# whole seconds, that of a rank which said nothing is the time at which the launcher looked.
-_LOST_LATER_S = 5
+# Errors that tell of another rank.
+_CONSEQUENCES = tuple(f"{kind.__name__}: " for kind in (CollectiveError, RankError))
+# They are consequences of what happened until so much later. Failures have their time in whole seconds, that of a rank
+# which said nothing is the time at which the launcher looked.
+_LATER_S = 5
 
 
 class LaunchError(MoeTrainError):
@@ -63,13 +66,13 @@ def launch(arguments: list[str], layout: ParallelLayout) -> None:
 
 
 def _first(failures: Mapping[int, Any], layout: ParallelLayout) -> str:
-    """What failed first, with its place: no rank that was ended for it, and rather none that lost a peer by it."""
+    """What failed first, with its place: no rank that was ended for it, and rather none that only tells of another."""
     said = {rank: _message(Path(failure.error_file)) for rank, failure in failures.items()}
 
     def order(rank: int) -> tuple[bool, int]:
         ended_by_launcher = said[rank] is None and failures[rank].exitcode == -signal.SIGTERM
-        lost = (said[rank] or "").startswith(f"{CollectiveError.__name__}: ")
-        return ended_by_launcher, failures[rank].timestamp + (_LOST_LATER_S if lost else 0)
+        later_s = _LATER_S if (said[rank] or "").startswith(_CONSEQUENCES) else 0
+        return ended_by_launcher, failures[rank].timestamp + later_s
 
     rank = min(failures, key=order)
     return said[rank] or f"{layout.words_for(rank)} ended with {_ending(failures[rank].exitcode)}"
