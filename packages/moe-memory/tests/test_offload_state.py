@@ -10,6 +10,7 @@ from moe_memory.config import state_problems
 from moe_memory.copies import FakeCopies
 from moe_memory.optim.buffer import Buffer
 from moe_memory.optim.home import Home
+from moe_memory.optim.host import HostUpdates
 from moe_memory.optim.optimizer import Optimizer
 from moe_memory.optim.rules import update_rule
 from moe_memory.optim.slots import Slot
@@ -191,6 +192,17 @@ def test_updates_on_the_host_overlap_with_copies_both_ways(monkeypatch):
     assert under_way[-gradients:] == [moments + copying for copying in expected]
 
 
+def test_weights_on_their_way_are_not_those_that_follow():
+    """As where a checkpoint is loaded right after the model was built, and nobody has read what was sent first."""
+    rule = update_rule(CONFIG, ShardSpec(name="w", shape=(8, 8)), torch.bfloat16)
+    host = HostUpdates(torch.device("cpu"), FakeCopies())
+    buffer = host.take(0, Buffer(weights=torch.ones(64), parts=[], rule=rule, compute=torch.bfloat16, may_leave=True))
+    first = host._send_weights(0)
+    buffer.weights.fill_(2)
+    second = host._send_weights(0)
+    assert (first.wait().unique().item(), second.wait().unique().item()) == (1, 2)
+
+
 def test_the_share_of_the_host_is_as_configured():
     for fraction in (0.0, 0.3, 1.0):
         session = session_of(replace(CONFIG, offload="step", offload_fraction=fraction), FakeCopies())
@@ -207,25 +219,62 @@ def test_the_share_of_the_host_is_as_configured():
             assert fraction * total - largest < taken <= fraction * total
 
 
+def updated_by(config, *buffers):
+    """Indices of buffers (kind, elements, whether there are copies) in the order of their updates: by the device, by
+    the host."""
+    rule = update_rule(config, ShardSpec(name="w", shape=(8, 8)), torch.bfloat16)
+    made = [
+        Buffer(
+            weights=torch.zeros(elements),
+            parts=[],
+            rule=rule,
+            compute=torch.bfloat16,
+            kind=kind,
+            has_copies=has_copies,
+            may_leave=True,
+        )
+        for kind, elements, has_copies in buffers
+    ]
+    optimizer = Optimizer(config, [], made, AxisGroups(), torch.device("cpu"), copies=FakeCopies())
+    gradients, updated = [torch.zeros(buffer.weights.numel()) for buffer in made], []
+    optimizer.step(0.1, gradients, 1.0, lambda index, weights: updated.append((index, weights is not None)))
+    assert sorted(index for index, _ in updated) == list(range(len(buffers)))
+    device, host = ([index for index, on_host in updated if on_host is where] for where in (False, True))
+    return device, host
+
+
+HALF = replace(CONFIG, **MODES["half"])
+
+
 def test_ranks_that_share_experts_update_them_in_one_order():
     """Whatever else they hold, as where `tp` does not divide the vocabulary: weights are gathered in that order."""
 
     def order(dense_elements):
-        config = replace(CONFIG, offload="step", offload_fraction=0.5)
-        rule = update_rule(config, ShardSpec(name="w", shape=(8, 8)), torch.bfloat16)
-        buffers = [
-            Buffer(
-                weights=torch.zeros(elements), parts=[], rule=rule, compute=torch.bfloat16, kind=kind, may_leave=True
-            )
-            for kind, elements in ((ParameterKind.DENSE, dense_elements), *((ParameterKind.EXPERT, 64),) * 3)
-        ]
-        optimizer = Optimizer(config, [], buffers, AxisGroups(), torch.device("cpu"), copies=FakeCopies())
-        gradients, updated = [torch.zeros(buffer.weights.numel()) for buffer in buffers], []
-        optimizer.step(0.1, gradients, 1.0, lambda index, weights: updated.append(index))
-        assert sorted(updated) == [0, 1, 2, 3]
-        return [index for index in updated if index]
+        experts = [(ParameterKind.EXPERT, 64, False)] * 3
+        device, host = updated_by(HALF, (ParameterKind.DENSE, dense_elements, False), *experts)
+        return [index for index in (*device, *host) if index]
 
     assert order(dense_elements=160) == order(dense_elements=64)
+
+
+@pytest.mark.parametrize(("mode", "is_on_host"), [("half", False), ("step", True)])
+def test_copies_of_a_parameter_are_all_updated_in_one_place(mode, is_on_host):
+    """Whatever else their ranks hold, as the stages with a tied table: host and device need not round alike."""
+    for rest in ([], [64], [512, 512]):
+        others = [(ParameterKind.DENSE, elements, False) for elements in rest]
+        _, host = updated_by(replace(CONFIG, **MODES[mode]), (ParameterKind.DENSE, 64, True), *others)
+        assert (0 in host) is is_on_host
+
+
+@pytest.mark.dist
+def test_copies_of_a_parameter_are_those_of_other_ranks_than_replicas():
+    def on_rank(groups):
+        engine = Session(engine_of(HALF, groups), groups, torch.bfloat16, seed=1).engine
+        host = engine._optimizer._host
+        return {(bool(bucket.key.copy_axes), index in host) for index, bucket in enumerate(engine._buckets)}
+
+    for found in run_distributed(ParallelLayout(world=2, tp=2), on_rank):
+        assert found == {(True, False), (False, False), (False, True)}
 
 
 @modes

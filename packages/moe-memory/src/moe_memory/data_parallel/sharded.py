@@ -236,6 +236,7 @@ class ShardedEngine(ABC):
                     parts=[],
                     rule=key.rule,
                     kind=key.kind,
+                    has_copies=bool(key.copy_axes),
                     compute=key.compute_dtype,
                     may_leave=store.masters_may_leave,
                 )

@@ -75,6 +75,7 @@ class Buffer:
         rule: of all of them.
         compute: dtype of the weights that the model computes with.
         kind: of all of them.
+        has_copies: whether other ranks than replicas hold the same parts, and update them themselves.
         may_leave: whether the model computes with other tensors, so that the memory of these may be free between
             updates.
     """
@@ -84,6 +85,7 @@ class Buffer:
     rule: UpdateRule
     compute: torch.dtype
     kind: ParameterKind = ParameterKind.DENSE
+    has_copies: bool = False
     may_leave: bool = False
     _chunks: list[Chunk] = field(default_factory=list, init=False)
 

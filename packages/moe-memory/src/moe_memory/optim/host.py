@@ -28,7 +28,6 @@ class HostUpdates:
         self._copies = copies
         self._buffers: dict[int, Buffer] = {}
         self._gradients: dict[int, Pending[Tensor]] = {}
-        self._sent: dict[int, Tensor] = {}
 
     def __contains__(self, index: int) -> bool:
         return index in self._buffers
@@ -86,10 +85,9 @@ class HostUpdates:
     def _send_weights(self, index: int) -> Pending[Tensor]:
         buffer = self._buffers[index]
         copies = self._engine()
-        # Not the weights themselves, which a checkpoint may change before they have arrived.
-        if index not in self._sent:
-            self._sent[index] = copies.host_empty(torch.empty_like(buffer.weights, dtype=buffer.compute))
-        sent = self._sent[index].copy_(buffer.weights)
+        # Not the weights themselves, which a checkpoint may change before they have arrived; nor memory that was sent
+        # before, for which nobody has waited on the host.
+        sent = copies.host_empty(torch.empty_like(buffer.weights, dtype=buffer.compute)).copy_(buffer.weights)
         return copies.to_device(sent, torch.empty_like(sent, device=self._device))
 
     def _engine(self) -> CopyEngine:

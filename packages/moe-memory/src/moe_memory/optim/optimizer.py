@@ -179,16 +179,21 @@ def _on_host(config: OptimConfig, buffers: Sequence[Buffer]) -> list[int]:
     """Buffers that the host updates: of each kind from the first on, up to the share that is configured.
 
     Of each kind, since ranks that gather the weights of one hold equally much of it and not of the other. They must
-    choose alike, for weights are gathered in the order of the updates.
+    choose alike, for weights are gathered in the order of the updates. So must ranks that hold copies, which host and
+    device would round differently; as they may hold anything else besides, they share only what is everything.
     """
     if config.offload != "step":
         return []
+    is_everything = config.offload_fraction == 1.0
     found = []
     for kind in ParameterKind:
         able = [
             (index, buffer.weights.numel())
             for index, buffer in enumerate(buffers)
-            if buffer.kind is kind and buffer.rule.kind == "adamw" and buffer.may_leave
+            if buffer.kind is kind
+            and buffer.rule.kind == "adamw"
+            and buffer.may_leave
+            and (is_everything or not buffer.has_copies)
         ]
         room = config.offload_fraction * sum(elements for _, elements in able)
         for index, elements in able:
