@@ -63,6 +63,17 @@ def test_shared_experts_add_a_hop():
     assert shared.nvlink_bytes > alone.nvlink_bytes
 
 
+@pytest.mark.parametrize("algorithm", ["allgather", "alltoall_per_rank"])
+def test_what_is_handed_on_follows_what_arrives(algorithm):
+    """In one level the network and NVLink work at once, and NVLink again for the ranks that share an expert."""
+    speeds = LinkSpeeds(collective_us=0)
+    alone, shared = (estimate(algorithm, size(2, etp=etp), speeds) for etp in (1, 2))
+    assert alone.bound == shared.bound == "the network"
+    handed_on_us = (shared.nvlink_bytes - alone.nvlink_bytes) / 450e3
+    assert handed_on_us > 0.1 * alone.time_us
+    assert shared.time_us == pytest.approx(alone.time_us + handed_on_us)
+
+
 @pytest.mark.parametrize(
     ("nodes", "tokens", "best"),
     [

@@ -89,7 +89,9 @@ def test_a_rank_that_dies_ends_the_others(tmp_path, step, config, world, ep_inne
 @pytest.mark.parametrize("step", STEPS)
 def test_a_rank_that_stays_away_ends_the_others(tmp_path, step):
     """After the timeout. Row 39."""
-    said = what_survivors_say(tmp_path, AllToAllConfig(), step, lambda: time.sleep(60), world=2, timeout_s=1, ep_inner=1)
+    said = what_survivors_say(
+        tmp_path, AllToAllConfig(), step, lambda: time.sleep(60), world=2, timeout_s=1, ep_inner=1
+    )
     for rank, (seconds, words) in enumerate(said):
         assert names_group_and_ranks(rank, words), words
         assert 0.9 < seconds < 15

@@ -5,8 +5,8 @@ Bytes of the slower kind of link bound the time, since both kinds work at once, 
     time = max(network bytes / B_network, NVLink bytes / B_NVLink) + collectives * start
 
 In two levels a token takes one kind of link after the other. Cut into lanes, all but the first lane's share of the
-shorter leg is hidden under the longer one. Not in the model: the few bytes of metadata, sums and permutations, and
-unequal loads.
+shorter leg is hidden under the longer one. What ranks that share experts hand on to each other follows, too. Not in the
+model: the few bytes of metadata, sums and permutations, and unequal loads.
 """
 
 from collections.abc import Sequence
@@ -99,13 +99,16 @@ def estimate(algorithm: Algorithm, size: LayerSize, speeds: LinkSpeeds | None = 
         MoeCommError: the algorithm cannot serve these ranks (`expected_rows`).
     """
     speeds = speeds or LinkSpeeds()
-    rows = expected_rows(
-        algorithm,
-        size.routing,
-        world=size.world,
-        ranks_per_node=size.ranks_per_node,
-        etp=size.etp,
-        fixed=size.fixed,
+    rows, of_whole_experts = (
+        expected_rows(
+            algorithm,
+            size.routing,
+            world=size.world,
+            ranks_per_node=size.ranks_per_node,
+            etp=etp,
+            fixed=size.fixed,
+        )
+        for etp in (size.etp, 1)
     )
     choices = 1 if algorithm == "alltoall_per_expert" else size.routing.top_k
     there = size.hidden * size.itemsize + choices * (_ID_BYTES + size.probability_itemsize)
@@ -113,6 +116,7 @@ def estimate(algorithm: Algorithm, size: LayerSize, speeds: LinkSpeeds | None = 
     network_bytes, nvlink_bytes = rows.network * both_ways, rows.nvlink * both_ways
     network_us = network_bytes / speeds.network_gb_per_s / 1e3
     nvlink_us = nvlink_bytes / speeds.nvlink_gb_per_s / 1e3
+    handed_on_us = nvlink_us * (1 - of_whole_experts.nvlink / rows.nvlink) if rows.nvlink else 0.0
 
     nodes = size.world // size.ranks_per_node
     is_cut = algorithm in _TWO_LEVELS and nodes > 1 and size.ranks_per_node > 1
@@ -121,7 +125,10 @@ def estimate(algorithm: Algorithm, size: LayerSize, speeds: LinkSpeeds | None = 
     # The sizes; then rows, with probabilities and ids beside them, there, and rows back.
     collectives = 1 + 3 * hops * lanes if hops else 0
     start_us = collectives * speeds.collective_us
-    move_us = max(network_us, nvlink_us) + (min(network_us, nvlink_us) / lanes if is_cut else 0)
+    if is_cut:
+        move_us = max(network_us, nvlink_us) + min(network_us, nvlink_us) / lanes
+    else:
+        move_us = max(network_us, nvlink_us - handed_on_us) + handed_on_us
     _, bound = max((network_us, "the network"), (nvlink_us, "NVLink"), (start_us, "the starts of collectives"))
     return Estimate(
         algorithm=algorithm,
