@@ -2,6 +2,7 @@
 
 import gc
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -212,6 +213,23 @@ def test_only_scopes_of_a_forward_are_timed():
     assert 0 < account.seconds["part"] < account.seconds["unit"]
 
 
+def test_on_a_gpu_scopes_wait_for_the_current_stream_and_not_for_the_device(monkeypatch):
+    """Of which a stream may be receiving what a neighbour sends when it has the output of this very scope."""
+
+    def never(device):
+        raise AssertionError("the whole device was waited for")
+
+    waited, device = [], torch.device("cuda", 1)
+    stream = SimpleNamespace(synchronize=lambda: waited.append("current"))
+    monkeypatch.setattr(torch.cuda, "synchronize", never)
+    monkeypatch.setattr(torch.cuda, "current_stream", {device: stream}.__getitem__)
+    account = MemoryAccount(device)
+    with account, account.phase("forward"), within("unit"):
+        pass
+    assert waited == ["current"] * 2
+    assert set(account.seconds) == {"unit"}
+
+
 def test_an_error_leaves_scopes_and_the_next_account_can_open():
     account = MemoryAccount(CPU)
     with pytest.raises(KeyError), account, account.phase("p"), within("outer"), within("inner", "dispatch"):
@@ -225,6 +243,11 @@ def test_an_error_leaves_scopes_and_the_next_account_can_open():
             torch.empty(0)
     assert owners(other, "q") == {("activations", "again"): 40}
     del kept
+
+
+def test_a_class_that_does_not_exist_is_refused_where_it_is_named():
+    with MemoryAccount(CPU), pytest.raises(MoeMemoryError, match="'activation' is no class of memory; classes are"):
+        within("layers.0", "activation").__enter__()
 
 
 def test_without_an_account_a_scope_is_nothing():

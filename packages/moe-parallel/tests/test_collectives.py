@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from moe_parallel import (
     reduce_scatter,
     run_distributed,
 )
-from moe_parallel.collectives import describe_group
+from moe_parallel.collectives import describe_group, start
 from moe_parallel.testing import count_collectives, run_threads
 
 RANKS = 4
@@ -215,6 +216,21 @@ def test_what_torch_refuses_to_start_is_no_failure_of_the_group():
         return all_reduce(torch.ones(1), group).wait().item()
 
     assert on_gloo(on_rank, 2) == [2.0, 2.0], "and the group still works"
+
+
+@pytest.mark.parametrize("kind", [torch.AcceleratorError, torch.OutOfMemoryError])
+def test_what_fails_on_the_device_of_this_rank_is_no_lost_peer(kind):
+    """CUDA tells of it late, in whatever is called next; as a lost peer it would hide behind what others then say."""
+
+    def fail():
+        raise kind("CUDA error: device-side assert triggered")
+
+    def on_rank(rank, group):
+        for issue in (fail, lambda: SimpleNamespace(wait=fail)):
+            with pytest.raises(kind, match="device-side assert"):
+                start("all_reduce", group, torch.ones(1), issue).wait()
+
+    on_threads(on_rank, ranks=2)
 
 
 @both

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_parallel import CollectiveError, MoeParallelError, ParallelLayout, run_distributed, shift
 from moe_parallel.point_to_point import receive, send
@@ -32,6 +33,22 @@ def test_every_rank_gets_what_the_one_before_has(ranks):
             assert here[0, 0] == (group.rank() - step - 1) % ranks
 
     on_ranks(ranks, on_rank)
+
+
+def test_what_fails_on_the_device_of_this_rank_is_no_lost_peer(monkeypatch):
+    def fail(*arguments, **options):
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    def on_rank(group):
+        monkeypatch.setattr(dist, "irecv", fail)
+        with pytest.raises(torch.AcceleratorError, match="device-side assert"):
+            receive(torch.ones(1), group, 1 - group.rank())
+        monkeypatch.undo()  # a shift names what it does by torch's functions
+        monkeypatch.setattr(dist, "batch_isend_irecv", fail)
+        with pytest.raises(torch.AcceleratorError, match="device-side assert"):
+            shift(torch.ones(1), group)
+
+    on_ranks(2, on_rank)
 
 
 def test_nothing_waits_before_wait():

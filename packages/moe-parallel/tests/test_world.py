@@ -23,6 +23,7 @@ from moe_parallel import (
     machines,
     run_distributed,
     together,
+    world as world_module,
 )
 from moe_parallel._torch_compat import in_memory_store
 from moe_parallel.collectives import with_rank
@@ -111,7 +112,7 @@ def test_a_rank_that_stays_alone_gives_up_in_time(environment, port, rank):
     assert not dist.is_initialized()
 
 
-def through_the_environment(ranks, port, fn, timeout_s=5):
+def through_the_environment(ranks, port, fn, timeout_s=5, device=CPU):
     """Run `fn(rank)` in forked processes that join as those of a launcher do; results, or errors, by rank."""
 
     def on_rank(mesh):
@@ -120,7 +121,7 @@ def through_the_environment(ranks, port, fn, timeout_s=5):
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         try:
-            with joined(Place.from_environment(), device=CPU, timeout_s=timeout_s):
+            with joined(Place.from_environment(), device=device, timeout_s=timeout_s):
                 return fn(rank)
         except Exception as error:
             return error
@@ -174,6 +175,29 @@ def test_of_a_lost_peer_the_others_learn_what_happened(port, failing):
     # Without torchrun rank 0 serves the rendezvous, and may take along what it left there.
     gone = "the other ranks cannot be asked what happened: the process that served the rendezvous is gone"
     assert errors[1 - failing].__notes__[0] in ([known] if failing == 1 else [known, gone])
+
+
+@pytest.mark.dist
+def test_who_fails_on_a_gpu_leaves_without_waiting_and_who_does_not_in_order(port, monkeypatch):
+    """Or NCCL would wait for collectives whose other ranks wait for this one, until its time is over."""
+    left, join = [], dist.init_process_group
+    for module, name in ((world_module, "abort_process_groups"), (dist, "destroy_process_group")):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda name=name, original=original: (left.append(name), original()))
+    without_gpu = {"cpu:gloo,cuda:nccl": "gloo"}
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **options: join(without_gpu.get(backend, backend), **options)
+    )
+
+    def on_rank(rank):
+        left.clear()
+        if rank == 1:
+            raise KeyError(left)
+        return left
+
+    fine, failed = through_the_environment(2, port, on_rank, device=torch.device("cuda", 0))
+    assert fine == ["destroy_process_group"]
+    assert failed.args == (["abort_process_groups"],)
 
 
 def test_messages_of_all_ranks_come_by_rank():

@@ -135,6 +135,11 @@ def is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "/gloo/" in str(error))
 
 
+def abort_process_groups() -> None:
+    """End all process groups without waiting for what is under way in them."""
+    import_module("torch.distributed.distributed_c10d")._abort_process_group()
+
+
 @contextmanager
 def fake_world(rank: int, world: int) -> Iterator[None]:
     """A default process group of any size in this process, which communicates with nobody."""

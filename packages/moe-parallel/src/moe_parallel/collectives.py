@@ -21,6 +21,9 @@ from moe_parallel.precision import internal_dtype
 
 E = TypeVar("E", bound=BaseException)
 
+# What fails on the device of this rank, wherever the host then notices it: no peer is lost, and nothing was refused.
+DEVICE_ERRORS = (torch.AcceleratorError, torch.OutOfMemoryError)
+
 # A message names so many members of a group.
 _MOST_NAMES = 16
 
@@ -156,6 +159,8 @@ class _NamedWork:
     def wait(self) -> object:
         try:
             return self._work.wait()
+        except DEVICE_ERRORS:
+            raise
         except RuntimeError as error:
             raise _failure(self._name, self._group, time.monotonic() - self._began, error) from error
 
@@ -173,6 +178,8 @@ def start(
     began = time.monotonic()
     try:
         work = issue()
+    except DEVICE_ERRORS:
+        raise
     except dist.DistError as error:
         raise _failure(name, group, time.monotonic() - began, error) from error
     except (RuntimeError, ValueError, TypeError) as error:  # refused here; the peers have nothing to do with it

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_parallel.collectives import describe_group, start
+from moe_parallel.collectives import DEVICE_ERRORS, describe_group, start
 from moe_parallel.errors import MoeParallelError
 from moe_parallel.pending import Pending
 
@@ -34,6 +34,8 @@ def shift(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Pending[
         send, receive = dist.P2POp(dist.isend, x, after, group), dist.P2POp(dist.irecv, received, before, group)
         try:
             return _All(dist.batch_isend_irecv([send, receive]))
+        except DEVICE_ERRORS:
+            raise
         except RuntimeError as error:  # how gloo says at once that the connection is gone
             raise dist.DistNetworkError(str(error)) from error
 
@@ -67,6 +69,8 @@ def receive(out: Tensor, group: ProcessGroup, source: int) -> Pending[Tensor]:
 def _issued(operation: Any, x: Tensor, group: ProcessGroup, place: int) -> Any:
     try:
         return operation(x, dist.get_global_rank(group, place), group=group)
+    except DEVICE_ERRORS:
+        raise
     except RuntimeError as error:  # how gloo says at once that the connection is gone
         raise dist.DistNetworkError(str(error)) from error
 

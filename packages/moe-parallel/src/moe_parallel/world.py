@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from moe_parallel._torch_compat import abort_process_groups
 from moe_parallel.collectives import CollectiveError, all_gather, with_rank
 from moe_parallel.errors import MoeParallelError, described
 from moe_parallel.topology import Topology
@@ -95,8 +96,11 @@ def joined(place: Place, *, device: torch.device, timeout_s: float) -> Iterator[
         raise MoeParallelError(
             f"rank {place.rank} of {place.world} could not join the others within {timeout_s:g} s: {error}"
         ) from error
+    # NCCL leaves when all it has begun is over, and so waits for peers that wait for a rank that failed.
+    leave = abort_process_groups if device.type == "cuda" else dist.destroy_process_group
     try:
         yield
+        leave = dist.destroy_process_group
     except Exception as error:
         failure = with_rank(error)
         explain(failure, store, rank=place.rank, world=place.world)
@@ -104,7 +108,7 @@ def joined(place: Place, *, device: torch.device, timeout_s: float) -> Iterator[
             raise
         raise failure from error
     finally:
-        dist.destroy_process_group()
+        leave()
 
 
 def explain(error: BaseException, store: Any, *, rank: int, world: int) -> None:

@@ -97,7 +97,7 @@ class MemoryAccount(Storages):
         peaks: by phase, in the order in which phases first began.
         failed_phase: that an error ended, the innermost; None if there was none.
         seconds: that the host spent inside scopes of activations, and in what is `timed`, in the phase `forward`, by
-            name; inner ones included, and on CUDA with the device.
+            name; inner ones included, and on CUDA until the current stream is through.
     """
 
     _open: ClassVar["MemoryAccount | None"] = None
@@ -160,7 +160,13 @@ class MemoryAccount(Storages):
 
     @contextmanager
     def within(self, name: str, kind: MemoryClass = "activations") -> Iterator[None]:
-        """What is made here is of this class and has this name; activations are what outlives it."""
+        """What is made here is of this class and has this name; activations are what outlives it.
+
+        Raises:
+            MoeMemoryError: there is no such class.
+        """
+        if kind not in MEMORY_CLASSES:
+            raise MoeMemoryError(f"{kind!r} is no class of memory; classes are {', '.join(MEMORY_CLASSES)}")
         scope = _Scope(Owner("temporary" if kind == "activations" else kind, name))
         self._scopes.append(scope)
         try:
@@ -290,7 +296,8 @@ class MemoryAccount(Storages):
 
     def _time(self) -> float:
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            # Not the device, where a receive may be under way that a neighbour answers when it has what is made here.
+            torch.cuda.current_stream(self._device).synchronize()
         return perf_counter()
 
 
