@@ -1,12 +1,13 @@
 """Every wrong value is named, and all at once."""
 
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 from math import inf, nan
 
 import pytest
+import torch
 
-from moe_memory import MemoryConfig, OptimConfig
-from moe_memory.config import ReshardConfig, state_problems
+from moe_memory import MemoryConfig, MoeMemoryError, OptimConfig
+from moe_memory.config import MuonConfig, OptimGroup, ReshardConfig, state_problems
 
 WRONG = {
     "lr": [0.0, -1.0, inf, nan],
@@ -48,6 +49,30 @@ def test_a_wrong_value_of_memory_is_named(name, value):
 
 
 @pytest.mark.parametrize(
+    ("config", "values", "says"),
+    [
+        (MemoryConfig, {"data_parallel": "ddp"}, "memory.data_parallel = 'ddp': .*; legal here: zero1, fsdp"),
+        (MemoryConfig, {"recompute": "ful"}, "memory.recompute = 'ful': .*; legal here: none, full, a list"),
+        (MemoryConfig, {"offload": "attn_norm"}, "memory.offload = 'attn_norm': .*; legal here: a list"),
+        (MemoryConfig, {"compute_dtype": torch.bfloat16}, "memory.compute_dtype = torch.bfloat16"),
+        (ReshardConfig, {"dense": "bakward"}, "memory.reshard.dense = 'bakward'"),
+        (OptimConfig, {"kind": "moun"}, "optim.kind = 'moun': .*; legal here: adamw, muon"),
+        (OptimConfig, {"schedule": "linear"}, "optim.schedule = 'linear'"),
+        (OptimConfig, {"master_dtype": torch.bfloat16}, "optim.master_dtype = torch.bfloat16"),
+        (OptimConfig, {"exp_avg_dtype": "float16"}, "optim.exp_avg_dtype = 'float16'"),
+        (OptimConfig, {"max_grad_norm": "1.0"}, "optim.max_grad_norm = '1.0': .*; legal here: a number, none"),
+        # Its characters would be patterns, of which one matches every name.
+        (MuonConfig, {"adamw": "*router*"}, r"optim.muon.adamw = '\*router\*'"),
+        (OptimGroup, {"pattern": "*", "weight_decay": "0.1"}, "optim.groups.weight_decay = '0.1'"),
+    ],
+)
+def test_what_is_no_word_of_an_option_is_refused_where_it_is_written(config, values, says):
+    """Nothing takes it for the default, whoever reads it."""
+    with pytest.raises(MoeMemoryError, match=says):
+        config(**values)
+
+
+@pytest.mark.parametrize(
     "values",
     [
         {"max_grad_norm": None},
@@ -66,19 +91,36 @@ def test_all_mistakes_are_reported_at_once():
     assert [problem.key for problem in config.problems()] == ["optim.lr", "optim.beta1", "optim.eps"]
 
 
-@pytest.mark.parametrize("setting", [{"prefetch_units": 2}, {"reshard": ReshardConfig(expert="step")}])
-def test_what_cuts_and_gathers_weights_is_for_the_engine_that_does(setting):
-    (problem,) = state_problems(MemoryConfig(**setting), OptimConfig())
-    ((name, value),) = setting.items()
-    assert (problem.key, problem.value) == (f"memory.{name}", value)
-    assert state_problems(MemoryConfig(**setting, data_parallel="fsdp"), OptimConfig()) == []
+@pytest.mark.parametrize(
+    ("config", "key", "value", "switch"),
+    [
+        (MemoryConfig(prefetch_units=2), "memory.prefetch_units", 2, {"data_parallel": "fsdp"}),
+        (
+            MemoryConfig(reshard=ReshardConfig(expert="step")),
+            "memory.reshard.expert",
+            "step",
+            {"data_parallel": "fsdp"},
+        ),
+        (OptimConfig(offload_fraction=0.5), "optim.offload_fraction", 0.5, {"offload": "step"}),
+        (OptimConfig(offload="state", offload_fraction=0.5), "optim.offload_fraction", 0.5, {"offload": "step"}),
+        (OptimConfig(muon=MuonConfig(momentum=0.9)), "optim.muon.momentum", 0.9, {"kind": "muon"}),
+        (
+            OptimConfig(muon=MuonConfig(steps=3)),
+            "optim.muon.steps",
+            3,
+            {"groups": (OptimGroup(pattern="*", kind="muon"),)},
+        ),
+    ],
+)
+def test_settings_of_what_is_off_are_refused(config, key, value, switch):
+    def problems(config):
+        if isinstance(config, MemoryConfig):
+            return state_problems(config, OptimConfig())
+        return state_problems(MemoryConfig(), config)
 
-
-@pytest.mark.parametrize("offload", ["none", "state"])
-def test_a_share_of_the_host_is_for_updates_there(offload):
-    (problem,) = state_problems(MemoryConfig(), OptimConfig(offload=offload, offload_fraction=0.5))
-    assert (problem.key, problem.value) == ("optim.offload_fraction", 0.5)
-    assert state_problems(MemoryConfig(), OptimConfig(offload="step", offload_fraction=0.5)) == []
+    (problem,) = problems(config)
+    assert (problem.key, problem.value) == (key, value)
+    assert problems(replace(config, **switch)) == []
 
 
 @pytest.mark.parametrize("config", [MemoryConfig, OptimConfig])

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from moe_memory import Fsdp, MemoryConfig, OptimConfig, Zero1, activation_policy, build_engine, run_unit
+from moe_memory import Fsdp, MemoryConfig, MoeMemoryError, OptimConfig, Zero1, activation_policy, build_engine, run_unit
+from moe_memory.data_parallel.fsdp import _Unit
 from moe_memory.data_parallel.units import find_units
 from moe_memory.testing import DataParallelConformance, RanksConformance
 from moe_memory.testing.model import SmallMoE
@@ -149,6 +150,24 @@ def test_recompute_of_a_unit_gives_the_same_gradients(dtype):
         return max(float(gradient.abs().max()) for gradient in found[0].values() if gradient.numel())
 
     assert min(run_distributed(ParallelLayout(world=2, ep=1), work)) > 0
+
+
+@pytest.mark.dist
+def test_weights_that_left_the_engine_are_refused():
+    """As in the kit, of shards; torch itself refuses those of another dtype."""
+
+    def work(mesh):
+        engine = Fsdp(OptimConfig(), mesh, compute_dtype=torch.float32)
+        session = Session(engine, mesh, torch.float32, seed=3)
+        session.train(range(1))
+        unit = next(store for store in engine._stores if isinstance(store, _Unit))
+        unit.plan.module._apply(torch.clone)  # what `to` does, from one device to another
+        session.model(step_tokens(1)[0]).backward()
+        with pytest.raises(MoeMemoryError, match="have been moved or cast since wrap"):
+            engine.grads_ready(unit.names, last=True)
+        return True
+
+    assert run_distributed(ParallelLayout(world=2, ep=1), work) == [True, True]
 
 
 def test_the_engine_is_imported_where_it_is_chosen_only():

@@ -205,6 +205,19 @@ def test_a_parameter_without_spec_is_named():
     refuses("no spec for the parameters w1, w2", specs={n: spec_of(n, s) for n, s in SHAPES.items() if n[0] != "w"})
 
 
+def test_a_spec_of_another_name_is_refused():
+    """Two parameters of one name would start with the same values."""
+    specs = {name: spec_of(name, shape) for name, shape in SHAPES.items()} | {"w2": spec_of("w1", SHAPES["w2"])}
+    refuses(r"specs call these parameters otherwise: w2 \(w1\)", specs=specs)
+
+
+def test_parameters_without_memory_are_refused():
+    with without_storage():
+        model = model_of(SHAPES)
+    with pytest.raises(MoeMemoryError, match=r"embedding, w1, .*are on the meta device, .*apply_plan"):
+        initialise(model, {name: spec_of(name, shape) for name, shape in SHAPES.items()}, RULES, seed=3)
+
+
 def test_a_sharded_parameter_is_refused_and_not_filled_as_if_it_were_whole():
     specs = {name: spec_of(name, shape) for name, shape in SHAPES.items()} | {"w1": spec_of("w1", (12, 16, 24))}
     refuses(r"w1 has shape \(6, 16, 24\) here; .* leaves \(12, 16, 24\)", specs=specs)

@@ -248,6 +248,19 @@ class IgnoresStrangers(Zero1):
         return super().wrap(model, {name: specs[name] for name, _ in model.named_parameters() if name in specs})
 
 
+class MakesUpMemory(Zero1):
+    def wrap(self, model, specs):
+        return super().wrap(model.to_empty(device="cpu"), specs)
+
+
+class TakesWeightsBack(Zero1):
+    def grads_ready(self, names, *, last):
+        for bucket in self._buckets:
+            for name, parameter in bucket.parameters.items():
+                parameter.data = bucket._whole(bucket.compute, name)
+        super().grads_ready(names, last=last)
+
+
 class ChangesWeightsOnWrap(Zero1):
     def wrap(self, model, specs):
         model = super().wrap(model, specs)
@@ -274,6 +287,8 @@ COVER = "test_state_tensors_cover_every_element_once"
 ABSENT = "test_an_absent_gradient_is_an_error"
 ORDER = "test_calls_out_of_order_are_errors"
 MISFIT = "test_a_model_that_does_not_fit_its_specs_is_refused"
+WITHOUT_MEMORY = "test_a_model_without_memory_is_refused"
+LEFT = "test_weights_that_left_the_engine_are_refused"
 LOADING = "test_loading_drops_the_gradients_of_a_step_in_progress"
 
 CAUGHT = [
@@ -320,6 +335,8 @@ CAUGHT = [
     (IgnoresKeepInternal, MISFIT, "accepted"),
     (KeepsEverythingInternal, WRAP, "is torch.float32"),
     (IgnoresStrangers, MISFIT, "accepted"),
+    (MakesUpMemory, WITHOUT_MEMORY, "accepted"),
+    (TakesWeightsBack, LEFT, "accepted"),
     (ChangesWeightsOnWrap, WRAP, "differs from the expected bits"),
 ]
 

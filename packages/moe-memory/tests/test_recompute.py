@@ -292,7 +292,7 @@ def test_fifty_steps_leave_nothing_behind(policy, backward):
         for step in range(50):
             y_TD = tokens(step)
             for index, layer in enumerate(layers):
-                y_TD, _ = policy.run(f"layers.{index}", layer, watched(replays), y_TD)
+                y_TD, _ = policy.run(f"layers.{index}.full", layer, watched(replays), y_TD)
             if backward:
                 y_TD.sum().backward()
             del y_TD
@@ -330,10 +330,10 @@ def test_a_policy_of_ones_own_sees_the_name_and_a_fresh_replay():
     class Alternate:
         def run(self, unit, function, replay, *args):
             seen.append((unit, replay))
-            return (RECOMPUTE if unit.endswith("1") else KEEP).run(unit, function, replay, *args)
+            return (RECOMPUTE if unit == "layers.1.full" else KEEP).run(unit, function, replay, *args)
 
     assert_same(run([Alternate()] * 3), run([KEEP] * 3))
-    assert [unit for unit, _ in seen] == ["layers.0", "layers.1", "layers.2"]
+    assert [unit for unit, _ in seen] == ["layers.0.full", "layers.1.full", "layers.2.full"]
     assert len({id(replay) for _, replay in seen}) == 3
 
 

@@ -60,6 +60,22 @@ def test_build_engine_builds_what_the_configuration_names():
 
 
 @pytest.mark.parametrize(
+    ("memory", "optim", "dtype", "says"),
+    [
+        ({"bucket_mib": 0}, {"lr": -1.0}, torch.float32, "memory.bucket_mib = 0: .*; optim.lr = -1.0: "),
+        ({"prefetch_units": 2}, {}, torch.float32, "memory.prefetch_units = 2: "),
+        ({"data_parallel": "fsdp"}, {"offload": "step"}, torch.float32, "optim.offload = 'step': "),
+        # What the engine is told, whatever the configuration says.
+        ({"compute_dtype": "bfloat16"}, {"master_dtype": "bfloat16"}, torch.float32, "optim.master_dtype = 'bfloat16'"),
+        ({}, {}, torch.float16, "memory.compute_dtype = 'float16': "),
+    ],
+)
+def test_build_engine_refuses_everything_that_is_wrong(memory, optim, dtype, says):
+    with pytest.raises(MoeMemoryError, match=says):
+        build_engine(MemoryConfig(**memory), OptimConfig(**optim), AxisGroups(), compute_dtype=dtype)
+
+
+@pytest.mark.parametrize(
     ("name", "kind", "placements", "axis", "legal"),
     [
         ("router", ParameterKind.DENSE, (), "cp", "tp"),  # summed already

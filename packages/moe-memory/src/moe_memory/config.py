@@ -1,9 +1,11 @@
 """The `memory` and `optim` sections of the configuration. Imports nothing heavy."""
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
 from math import isfinite
 from typing import Any, ClassVar, Literal
 
+from moe_memory.options import check_words
 from moe_memory.unit_choice import OFFLOAD_UNITS, RECOMPUTE_UNITS, entries_of, entry_problems
 from moe_parallel.problem import Problem
 
@@ -25,6 +27,9 @@ class ReshardConfig:
 
     dense: Reshard = "forward"
     expert: Reshard = "forward"
+
+    def __post_init__(self) -> None:
+        check_words("memory.reshard", self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +69,9 @@ class MemoryConfig:
     offload_fraction: float = 1.0
     offload_min_elements: int = 2**20
     offload_keep_layers: int = 1
+
+    def __post_init__(self) -> None:
+        check_words("memory", self)
 
     def with_engine(self, engine: Literal["zero1", "fsdp"]) -> "MemoryConfig":
         """The same for an engine, without what only the other one does."""
@@ -116,6 +124,9 @@ class MuonConfig:
     scale: float = 0.2
     adamw: tuple[str, ...] = ("*embedding*", "*head*", "*router*")
 
+    def __post_init__(self) -> None:
+        check_words("optim.muon", self)
+
     def problems(self) -> list[Problem]:
         """Every violated rule."""
         rules = [
@@ -152,6 +163,9 @@ class OptimGroup:
     weight_decay: float | Literal["default"] = "default"
     kind: Literal["adamw", "muon", "default"] = "default"
     rows: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_words("optim.groups", self)
 
     def problems(self) -> list[Problem]:
         """Every violated rule."""
@@ -197,6 +211,7 @@ class OptimConfig:
             model, in host memory and brings them back for the update, some buffers ahead; `step` also updates a share
             of the buffers of AdamW on the host, so that only gradients leave and only weights come back.
         offload_fraction: of the elements that AdamW updates, with `offload = "step"`, which share the host updates.
+            Below 1 parameters that ranks besides the replicas hold copies of, such as norms under `tp`, are not shared.
         groups: parameters that are updated otherwise.
         muon: settings of that optimizer.
     """
@@ -221,6 +236,9 @@ class OptimConfig:
     offload_fraction: float = 1.0
     groups: tuple[OptimGroup, ...] = ()
     muon: MuonConfig = field(default_factory=MuonConfig)
+
+    def __post_init__(self) -> None:
+        check_words("optim", self)
 
     def problems(self) -> list[Problem]:
         """Every violated rule."""
@@ -261,16 +279,7 @@ class OptimConfig:
 
 def state_problems(memory: MemoryConfig, optim: OptimConfig) -> list[Problem]:
     """Rules between where state lives and what it is; settings without effect violate one."""
-    found: list[Problem] = []
-    for setting, default in (("reshard", ReshardConfig()), ("prefetch_units", 0)):
-        if memory.data_parallel == "zero1" and getattr(memory, setting) != default:
-            rule = "says when weights are cut and gathered, and zero1 keeps whole ones"
-            legal = "the default, or memory.data_parallel = 'fsdp'"
-            found.append(Problem(key=f"memory.{setting}", value=getattr(memory, setting), rule=rule, legal=legal))
-    if optim.offload != "step" and optim.offload_fraction != 1.0:
-        rule = f"is the share of the host, which updates nothing with optim.offload = {optim.offload!r}"
-        legal = "1.0, or optim.offload = 'step'"
-        found.append(Problem(key="optim.offload_fraction", value=optim.offload_fraction, rule=rule, legal=legal))
+    found = list(_without_effect(memory, optim))
     for name in ("master_dtype", "gradient_dtype"):
         if getattr(optim, name) == "bfloat16" and memory.compute_dtype != "bfloat16":
             rule = f"has fewer bits than the weights, which compute in {memory.compute_dtype}"
@@ -285,3 +294,27 @@ def state_problems(memory: MemoryConfig, optim: OptimConfig) -> list[Problem]:
         legal = "bfloat16, or memory.data_parallel = 'zero1'"
         found.append(Problem(key="optim.gradient_dtype", value="float32", rule=rule, legal=legal))
     return found
+
+
+def _without_effect(memory: MemoryConfig, optim: OptimConfig) -> Iterator[Problem]:
+    """Settings of what is off."""
+    if memory.data_parallel == "zero1":
+        rule = "says when weights are cut and gathered, and zero1 keeps whole ones"
+        otherwise = "memory.data_parallel = 'fsdp'"
+        yield from _changed("memory.reshard", memory.reshard, rule, otherwise)
+        yield from _changed("memory", memory, rule, otherwise, "prefetch_units")
+    if optim.offload != "step":
+        rule = f"is the share of the host, which updates nothing with optim.offload = {optim.offload!r}"
+        yield from _changed("optim", optim, rule, "optim.offload = 'step'", "offload_fraction")
+    if "muon" not in {optim.kind, *(group.kind for group in optim.groups)}:
+        yield from _changed("optim.muon", optim.muon, "is for Muon, which updates nothing here", "optim.kind = 'muon'")
+
+
+def _changed(section: str, config: Any, rule: str, otherwise: str, *names: str) -> Iterator[Problem]:
+    """A problem for each option that has another value than by default, of these or of all."""
+    default = type(config)()
+    for name in names or [option.name for option in fields(config)]:
+        value = getattr(config, name)
+        if value != getattr(default, name):
+            key, legal = f"{section}.{name}", f"the default, or {otherwise}"
+            yield Problem(key=key, value=value, rule=rule, legal=legal)

@@ -69,13 +69,22 @@ def initialise(
             world of one process.
 
     Raises:
-        MoeMemoryError: a parameter without spec or rule or of another shape than its spec leaves to this rank, or a
-            rule that no parameter reaches; nothing was filled.
+        MoeMemoryError: a parameter without spec, rule or memory, or of another name or shape than its spec leaves to
+            this rank, or a rule that no parameter reaches; nothing was filled.
     """
     parameters = dict(model.named_parameters())
     missing = [name for name in parameters if name not in specs]
     if missing:
         raise MoeMemoryError(f"no spec for the parameters {', '.join(missing)}")
+    renamed = [f"{name} ({specs[name].name})" for name in parameters if specs[name].name != name]
+    if renamed:
+        raise MoeMemoryError(f"names seed the draws, and specs call these parameters otherwise: {', '.join(renamed)}")
+    empty = [name for name, parameter in parameters.items() if parameter.is_meta]
+    if empty:
+        raise MoeMemoryError(
+            f"the parameters {', '.join(empty)} are on the meta device, where nothing can be filled; "
+            f"moe_parallel.apply_plan gives them memory"
+        )
     boxes = {name: local_box(specs[name], groups or AxisGroups()) for name in parameters}
     for name, parameter in parameters.items():
         if tuple(parameter.shape) != boxes[name].shape:

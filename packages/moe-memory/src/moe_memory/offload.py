@@ -27,7 +27,7 @@ from moe_memory.config import MemoryConfig
 from moe_memory.copies import CopyEngine, copies_of
 from moe_memory.errors import MoeMemoryError
 from moe_memory.recompute import ActivationPolicy, Replay, activation_policy
-from moe_memory.unit_choice import is_named, is_spread
+from moe_memory.unit_choice import OFFLOAD_UNITS, check_entries, is_named, is_spread
 from moe_parallel import Pending
 
 T = TypeVar("T")
@@ -117,11 +117,16 @@ class Offload:
         if forward is None or not (torch.is_grad_enabled() and before.requires_grad):
             return
         if is_named(self.rules.entries, unit):
-            forward.add(unit.split(".", 2)[2], tensors, before)
+            forward.add(unit.rpartition(".")[2], tensors, before)
 
 
 def memory_policy(config: MemoryConfig, device: torch.device) -> ActivationPolicy:
-    """What the configuration says of activations."""
+    """What the configuration says of activations.
+
+    Raises:
+        MoeMemoryError: it names what is no unit.
+    """
+    check_entries("memory.offload", config.offload, OFFLOAD_UNITS)
     inner = activation_policy(config.recompute)
     if not config.offload:
         return inner

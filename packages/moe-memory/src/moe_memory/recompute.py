@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_memory.errors import MoeMemoryError
 from moe_memory.measure.account import MemoryClass, open_account, timed, within
 from moe_memory.recompute_outputs import discard_outputs
-from moe_memory.unit_choice import FULL, entries_of, is_named
+from moe_memory.unit_choice import FULL, RECOMPUTE_UNITS, check_entries, entries_of, is_named
 
 T = TypeVar("T")
 
@@ -66,8 +66,8 @@ class Replay:
 class ActivationPolicy(Protocol):
     """What happens to the activations of a unit between its forward and its backward; the seam of the policies.
 
-    Values and gradients are those of the plain call. Units are called `layers.3` (a whole layer) or
-    `layers.3.core_attn` (a part of one).
+    Values and gradients are those of the plain call. Units are called by their layer and what they are of it,
+    `layers.3.core_attn`; a whole layer is its unit `layers.3.full`.
     """
 
     def run(self, unit: str, function: Callable[..., T], replay: Replay, *args: Any) -> T:
@@ -130,19 +130,25 @@ RECOMPUTE: ActivationPolicy = UnitRecompute((FULL,))
 
 
 def activation_policy(recompute: str | Sequence[str]) -> ActivationPolicy:
-    """The policy that `memory.recompute` means."""
+    """The policy that `memory.recompute` means.
+
+    Raises:
+        MoeMemoryError: it names what is no unit.
+    """
     entries = entries_of(recompute)
+    check_entries("memory.recompute", entries, RECOMPUTE_UNITS)
     if not entries:
         return KEEP
     return RECOMPUTE if entries == (FULL,) else UnitRecompute(entries)
 
 
-def run_unit(policy: ActivationPolicy, unit: str, function: Callable[..., T], *args: Any) -> T:
-    """Run `function(replay, *args)` under a policy, with a replay of its own.
+def run_unit(policy: ActivationPolicy, layer: str, function: Callable[..., T], *args: Any) -> T:
+    """Run a whole layer, `function(replay, *args)`, under a policy, with a replay of its own.
 
-    In an account of memory, what the unit returns is its `output`, and what no unit inside claims is its `rest`.
+    In an account of memory, what the layer returns is its `output`, and what no unit inside claims is its `rest`.
     """
-    return policy.run(unit, _accounted(f"{unit}.rest", function, output=f"{unit}.output"), Replay(), *args)
+    accounted = _accounted(f"{layer}.rest", function, output=f"{layer}.output")
+    return policy.run(f"{layer}.{FULL}", accounted, Replay(), *args)
 
 
 def _accounted(name: str, function: Callable[..., T], output: str | None = None) -> Callable[..., T]:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import floor
 
+from moe_memory.errors import MoeMemoryError
 from moe_parallel.problem import Problem
 
 FULL = "full"
@@ -42,9 +43,9 @@ def units_at(entries: Sequence[str], layer: str) -> frozenset[str]:
 
 
 def is_named(entries: Sequence[str], unit: str) -> bool:
-    """Whether the entries name a unit of a layer, `layers.3.core_attn`, or with two words or less a whole layer."""
-    words = unit.split(".", 2)
-    return (words[2] if len(words) == 3 else FULL) in units_at(entries, ".".join(words[:2]))
+    """Whether the entries name a unit of a layer, as `layers.3.core_attn`; a whole layer is its unit `full`."""
+    layer, _, name = unit.rpartition(".")
+    return name in units_at(entries, layer)
 
 
 def entry_problems(key: str, entries: Sequence[str], legal: Collection[str]) -> list[Problem]:
@@ -58,6 +59,17 @@ def entry_problems(key: str, entries: Sequence[str], legal: Collection[str]) -> 
         elif entry in entries[:place]:
             found.append(Problem(key=key, value=entry, rule="occurs twice; name a unit once for the same layers"))
     return found
+
+
+def check_entries(key: str, entries: Sequence[str], legal: Collection[str]) -> None:
+    """Refuse what would choose nothing.
+
+    Raises:
+        MoeMemoryError: `entry_problems`.
+    """
+    problems = entry_problems(key, entries, legal)
+    if problems:
+        raise MoeMemoryError("; ".join(map(str, problems)))
 
 
 def layer_problems(

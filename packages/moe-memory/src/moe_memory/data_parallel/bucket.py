@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_memory._torch_compat import write_count
+from moe_memory.data_parallel.ownership import check_in_place
 from moe_memory.data_parallel.replicas import Replicas
 from moe_memory.data_parallel.sections import BucketLayout, owned
 from moe_memory.measure.account import within
@@ -161,6 +162,7 @@ class Bucket:
 
     def collect(self, name: str) -> None:
         parameter, main = self.parameters[name], self._grad_views[name]
+        check_in_place(name, parameter, self.compute)
         if parameter.grad is not None and parameter.grad is not main:
             main.add_(parameter.grad)  # else autograd did it
         self._offer(name)

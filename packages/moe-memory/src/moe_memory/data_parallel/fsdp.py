@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from moe_memory._torch_compat import import_compiler, in_backward
 from moe_memory.config import OptimConfig, Reshard, ReshardConfig
 from moe_memory.data_parallel.bucket import BucketKey
+from moe_memory.data_parallel.ownership import check_in_place
 from moe_memory.data_parallel.sections import owned, shard_box, shard_dim
 from moe_memory.data_parallel.sharded import ShardedEngine
 from moe_memory.data_parallel.store import Store
@@ -222,6 +223,7 @@ class _Unit:
         return self._shards[name].grad is not None
 
     def collect(self, name: str) -> None:
+        check_in_place(name, _local(self._shards[name]), self._masters[self.names.index(name)])
         gradient = _local(self._shards[name].grad).to(self._keys[name].rule.gradient)
         self._shards[name].grad = None
         if name in self._gradients:

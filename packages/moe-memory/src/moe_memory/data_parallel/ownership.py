@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_memory.errors import MoeMemoryError
 from moe_parallel import Groups, ShardSpec, local_box
@@ -25,6 +25,12 @@ def check_parameters(
         raise MoeMemoryError("the model has no parameters, so there is nothing to train")
     for name, parameter in parameters.items():
         spec = specs[name]
+        if spec.name != name:
+            raise MoeMemoryError(
+                f"the spec of the parameter {name} calls it {spec.name}; patterns and seeds go by that"
+            )
+        if parameter.is_meta:
+            raise MoeMemoryError(f"the parameter {name} is on the meta device; moe_parallel.apply_plan gives it memory")
         shape, expected = tuple(parameter.shape), local_box(spec, groups).shape
         if shape != expected:
             raise MoeMemoryError(
@@ -44,6 +50,19 @@ def check_parameters(
     if len(devices) > 1:
         raise MoeMemoryError(f"all parameters must be on one device; they are on {', '.join(map(str, devices))}")
     return devices.pop()
+
+
+def check_in_place(name: str, weights: Tensor, owned: Tensor) -> None:
+    """Refuse a step whose updates the model would not see.
+
+    Raises:
+        MoeMemoryError: the weights are in other memory than the engine's.
+    """
+    if weights.untyped_storage() is not owned.untyped_storage():
+        raise MoeMemoryError(
+            f"the weights of {name} have been moved or cast since wrap(), so that no update reaches them; model.to() "
+            "comes before wrap()"
+        )
 
 
 class StepOrder:

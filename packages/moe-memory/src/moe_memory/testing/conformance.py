@@ -12,6 +12,7 @@ import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf, prod
 
 import torch
@@ -239,6 +240,19 @@ class DataParallelConformance(ABC):
         attempt(NORM, {name: spec for name, spec in specs.items() if name != NORM})
         attempt("stranger", specs | {"stranger": ShardSpec(name="stranger", shape=(2,))})
         attempt("no_such_*", specs, keep_internal=[*KEEP_INTERNAL, "no_such_*"])
+        attempt(NORM, specs | {NORM: replace(specs[NORM], name="another")})
+
+    def test_a_model_without_memory_is_refused(self) -> None:
+        engine = self.build(self.config, AxisGroups(), compute_dtype=torch.float32, keep_internal=KEEP_INTERNAL)
+        model = SmallMoE(torch.float32, seed=10)
+        refused("meta", engine.wrap, model.to("meta"), model.specs)
+
+    def test_weights_that_left_the_engine_are_refused(self) -> None:
+        """A model that is cast after `wrap` computes with weights that no update reaches."""
+        session = self._start(torch.float32, seed=12)
+        session.train(range(1))
+        session.model.double()
+        refused("wrap", session.accumulate, step_tokens(1))
 
     def test_loading_drops_the_gradients_of_a_step_in_progress(self) -> None:
         with poisoned_memory():
