@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from moe_train.cli import COMMANDS, main
+from moe_train.config.describe import describe
 from moe_train.config.load import load_config
 from moe_train.config.toml import to_toml
 from moe_train.errors import MoeTrainError
@@ -116,6 +117,22 @@ def test_resume_refuses_another_configuration_and_shows_the_difference(training,
     assert len(training) == 1
 
 
+def test_resume_moves_to_the_other_engine_and_state_to_the_host(training):
+    """Without what only the first engine was told, which the other one refuses, and what fits its ranks alone."""
+    told = ("memory.data_parallel=fsdp", "memory.prefetch_units=2", "memory.reshard.expert=step")
+    assert main(["run", "tiny_moe", *told, "memory.shard_replicas=1", "--run-dir", "here"]) == 0
+    moved = ("memory.bucket_mib=1", "optim.offload=step", "optim.offload_fraction=0.5")
+    assert main(["run", "tiny_moe", *moved, "--run-dir", "here", "--resume"]) == 0
+    assert [resume for _, _, resume in training] == [False, True]
+
+
+def test_resume_shards_state_over_other_runs_of_replicas(training):
+    """What fits a number of ranks would forbid every other number."""
+    assert main(["run", "tiny_moe", "memory.shard_replicas=1", "--run-dir", "here"]) == 0
+    assert main(["run", "tiny_moe", "memory.bucket_mib=1", "--run-dir", "here", "--resume"]) == 0
+    assert [resume for _, _, resume in training] == [False, True]
+
+
 def test_resume_needs_a_run(training, capsys):
     assert main(["run", "tiny_moe", "--resume"]) == 2
     assert "--resume needs --run-dir" in capsys.readouterr().err
@@ -180,7 +197,7 @@ def test_config_show_why(capsys):
 
 def test_config_check(capsys):
     assert main(["config", "check", "tiny_moe", "parallel.ep=4", "--world", "8"]) == 0
-    assert capsys.readouterr().out == "legal on 8 ranks: tiny_moe, 1 options set on top of it\n"
+    assert capsys.readouterr().out == "legal on 8 ranks: tiny_moe, 1 option set on top of it\n"
     assert main(["config", "check", "tiny_moe", "parallel.ep=4"]) == 2
     assert "parallel.ep = 4  (command line)" in capsys.readouterr().err
 
@@ -212,6 +229,24 @@ def test_explain_lists_all_and_suggests(capsys):
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [metric.name for metric in METRICS]
     assert main(["explain", "balanse"]) == 2
     assert "did you mean 'balance'?" in capsys.readouterr().err
+
+
+def test_explain_an_option(capsys):
+    assert main(["explain", "memory.reshard.dense"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "memory.reshard.dense"
+    assert lines[2:] == ['  values   "forward" or "backward" or "step"', '  default  "forward"']
+    assert main(["explain", "comm.lanes"]) == 0  # of another dispatcher than the default
+    assert "consecutive parts of the tokens" in capsys.readouterr().out
+    assert main(["explain", "memory.recomput"]) == 2
+    assert "there is no option 'memory.recomput'; did you mean memory.recompute?" in capsys.readouterr().err
+
+
+def test_every_option_of_a_recipe_is_explained():
+    for key in load_config("tiny_deepseek_v3").history:
+        found = describe(key)
+        assert found.text, key
+        assert found.values, key
 
 
 def test_report_of_a_run(training, capsys):

@@ -165,6 +165,28 @@ def test_an_unknown_option_is_an_error_with_a_suggestion(override, suggestion):
     assert fault.problem.next_step == f"did you mean {suggestion}?"
 
 
+def test_an_unknown_option_blames_the_kind_where_options_depend_on_it():
+    assert only_fault("optim.muon.step=3").problem.rule == "there is no such option"
+    assert only_fault("comm.rank_capacity=2").problem.rule == "there is no such option of comm.kind = 'auto'"
+
+
+@pytest.mark.parametrize(
+    ("override", "next_step"),
+    [
+        ("memory.recompute=layernorm", 'did you mean ["layernorm"]?'),
+        ("memory.recompute=ful", 'did you mean "full"?'),
+        ("memory.offload=attn_norm", 'did you mean ["attn_norm"]?'),
+        ("memory.offload=3", ""),
+        ('optim.groups=[{pattern="*"}, {pattern="*", lr=2.0}]', "look at lr of entry 2"),
+        ('optim.groups=[{pattern="*", weight_decay="no"}]', "look at weight_decay of entry 1"),
+        ("optim.groups=[{lr_scale=2.0}]", "look at pattern of entry 1"),
+        ('optim.groups=["*"]', ""),
+    ],
+)
+def test_a_value_of_another_type_says_what_was_meant_or_where_to_look(override, next_step):
+    assert only_fault(override).problem.next_step == next_step
+
+
 def test_unknown_tables_are_reported_once(toml):
     fault = only_fault(files=[toml("[trian]\nsteps = 1\nseed = 2\n")])
     assert fault.problem.next_step == "did you mean train?"

@@ -30,18 +30,25 @@ if os.environ.get("RANK") == "1" and (fault := os.environ.get("PLAYED_FAULT")):
     import time
 
     import moe_train.loop as loop
+    from moe_memory.data_parallel.sharded import ShardedEngine
     from moe_train.errors import MoeTrainError
 
     def run_step(*args, **kwargs):
+        if fault.endswith("end late"):
+            atexit.register(time.sleep, 20)
+        if fault.startswith("raise in the backward"):
+            ShardedEngine.grads_ready = fail
+            return train_step(*args, **kwargs)
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "stay away":
             time.sleep(60)
-        if fault == "raise, and end late":
-            atexit.register(time.sleep, 20)
+        fail()
+
+    def fail(*args, **kwargs):
         raise MoeTrainError("the data of this rank are damaged")
 
-    loop.run_step = run_step
+    train_step, loop.run_step = loop.run_step, run_step
 """
 
 
@@ -96,6 +103,15 @@ def test_nproc_trains_and_only_the_first_rank_speaks(tmp_path):
     assert_nothing_is_left(tmp_path)
 
 
+def test_what_repeats_or_continues_a_run_starts_as_many_ranks(tmp_path):
+    assert run(tmp_path, "--nproc", "2").returncode == 0
+    *_, started, script = (tmp_path / "run" / "command.sh").read_text().splitlines()
+    assert started.endswith(" --nproc 2")
+    assert script == 'exec moe-train run "$(dirname "$0")/config.toml" --nproc 2 "$@"'
+    refused = run(tmp_path, "--nproc", "2", "--resume", "train.seed=9")
+    assert any(line.endswith(" --resume --nproc 2") for line in refused.stderr.splitlines())
+
+
 def test_torchrun_works_too(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "moe_train", "run")
     ended = run(tmp_path, launcher=launcher)
@@ -138,13 +154,40 @@ KILLED = "rank 1 of 3 (dp=1 edp=1) ended with SIGKILL"
     ],
 )
 def test_of_failures_at_one_time_the_cause_is_the_first(exits, later_s, first, tmp_path, monkeypatch):
-    file, start = tmp_path / "error.json", int(time.time())
-    file.write_text(json.dumps({"message": {"message": "CollectiveError: lost", "extraInfo": {"timestamp": start}}}))
+    file, start = recorded(tmp_path, 0, "CollectiveError: lost"), int(time.time())
     monkeypatch.setattr(time, "time", lambda: start + later_s)
     failures = {
-        rank: ProcessFailure(rank, pid=rank, exitcode=code, error_file=str(file if rank == 0 else tmp_path / "none"))
+        rank: ProcessFailure(rank, pid=rank, exitcode=code, error_file=file if rank == 0 else str(tmp_path / "none"))
         for rank, code in exits.items()
     }
+    assert first_of(failures, monkeypatch) == first
+
+
+def test_what_a_rank_says_of_another_is_not_the_first_failure(tmp_path, monkeypatch):
+    said = ("RankError: rank 1: CheckpointError: no space; on rank 0", "CheckpointError: no space; on rank 1")
+    failures = {
+        rank: ProcessFailure(rank, pid=rank, exitcode=1, error_file=recorded(tmp_path, rank, words))
+        for rank, words in enumerate(said)
+    }
+    assert first_of(failures, monkeypatch) == said[1]
+
+
+def test_of_a_report_the_launcher_repeats_the_first_line_and_the_place(tmp_path, monkeypatch):
+    """The rank itself has printed it."""
+    words = "OutOfMemoryError: in step 3\n  parameters 1 GiB\n  try this\non rank 0"
+    failures = {0: ProcessFailure(0, pid=0, exitcode=1, error_file=recorded(tmp_path, 0, words))}
+    assert first_of(failures, monkeypatch) == "OutOfMemoryError: in step 3; on rank 0"
+
+
+def recorded(tmp_path, rank, words):
+    """What a rank leaves for torch's launcher."""
+    file = tmp_path / f"error-{rank}.json"
+    file.write_text(json.dumps({"message": {"message": words, "extraInfo": {"timestamp": int(time.time())}}}))
+    return str(file)
+
+
+def first_of(failures, monkeypatch):
+    """What is said to be first where torch's launcher has seen these."""
 
     def elastic_launch(config, entrypoint):
         def run(*arguments):
@@ -155,7 +198,25 @@ def test_of_failures_at_one_time_the_cause_is_the_first(exits, later_s, first, t
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", elastic_launch)
     with pytest.raises(LaunchError) as caught:
         launch([], ParallelLayout(world=3))
-    assert str(caught.value) == f"all ranks were ended after the first failure: {first}"
+    before, _, found = str(caught.value).partition(": ")
+    assert before == "all ranks were ended after the first failure"
+    return found
+
+
+def test_a_peer_that_is_lost_in_a_collective_of_torch_is_no_fault_of_the_program(tmp_path):
+    """Those of `fully_shard` know no names; their failure is one line too, and not taken for the cause."""
+    settings = ("memory.data_parallel=fsdp", "parallel.ep=1", "parallel.timeout_s=8")
+    # Late, so that the other rank has the time to say what it knows.
+    ended = run(tmp_path, "--nproc", "2", *settings, fault="raise in the backward, and end late")
+    assert ended.returncode == 2
+    place = "on rank 0 of 2 (dp=0 edp=0)"
+    (lost,) = [line for line in ended.stderr.splitlines() if line.endswith(place)]
+    reason = r"\[\S+\] (Timed out waiting 8000ms|Connection closed by peer)"
+    assert re.match(rf"moe-train: rank 0: a collective of torch's own failed: {reason}", lost)
+    assert "; rank 1 failed with MoeTrainError: the data of this rank are damaged; in step 1; " in lost
+    words = "MoeTrainError: the data of this rank are damaged; in step 1; on rank 1 of 2 (dp=1 edp=1)"
+    assert ended.stderr.splitlines()[-1] == f"moe-train: all ranks were ended after the first failure: {words}"
+    assert "Traceback" not in ended.stderr
 
 
 def test_a_rank_that_stays_away_is_named_by_the_others_in_time(tmp_path):

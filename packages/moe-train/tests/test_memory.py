@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -154,6 +155,16 @@ def test_the_fullest_rank_reports(tmp_path):
     assert record["rank"] == 1
 
 
+@pytest.mark.parametrize(("least", "units"), [(2**20, ["attn_norm", "moe_act"]), (3000, ["attn_norm"]), (1, [])])
+def test_inputs_that_are_too_small_to_leave_are_named(least, units, tmp_path, caplog):
+    offload = ('memory.offload=["attn_norm", "moe_act@layers.0"]', f"memory.offload_min_elements={least}")
+    config = small_config("train.steps=3", "memory.offload_keep_layers=0", *offload)
+    train(run_directory(tmp_path / "run", config), config)
+    said = [record.getMessage() for record in caplog.records if "memory.offload" in record.getMessage()]
+    assert sorted(line.split()[2].strip(",") for line in said) == units
+    assert all(line.endswith(f"memory.offload_min_elements = {least}") for line in said)
+
+
 def test_owners_of_all_layers_are_one():
     owners = {
         Owner("activations", "layers.0.moe_act"): 1,
@@ -236,6 +247,10 @@ def test_a_run_that_does_not_fit_says_why_and_what_to_do(tmp_path):
     assert lines[0].startswith("out of memory in the pass 'forward' of ")
     assert lines[0].endswith("microbatch 0, in step 1")
     assert "you tried to allocate" in lines[1]
+    # The machine has more than this process may take.
+    assert re.fullmatch(
+        r"  this machine has .* GiB are free; this process may have \d\.\d{3} GiB of addresses \(ulimit -v\)", lines[2]
+    )
     assert "in step 1 of this process, in the phase forward" in report
     assert "activations: layers.*." in report
     assert "1. 'train.microbatch_sequences=256'" in report or "1. 'memory.recompute=" in report

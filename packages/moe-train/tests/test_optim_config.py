@@ -44,6 +44,7 @@ def test_groups_are_tables_in_files_and_on_the_command_line(tmp_path):
         ('optim.groups=[{pattern="*", lr_scale=-1.0}]', "lr_scale of '*' must be finite"),
         ("optim.master_dtype=bfloat16", "fewer bits than the weights"),
         ("optim.muon.steps=0", "optim.muon.steps"),
+        ("optim.muon.steps=3", "is for Muon, which updates nothing here; legal here: the default, or optim.kind"),
     ],
 )
 def test_what_is_wrong_is_named(override, mentions):
@@ -64,7 +65,7 @@ def test_what_is_wrong_is_named(override, mentions):
     ],
 )
 def test_r050_a_pattern_that_reaches_nothing_is_an_error(override, mentions):
-    config = load_config("tiny_moe", [], [override]).config
+    config = load_config("tiny_moe", [], ["optim.kind=muon", override]).config
     with pytest.raises(MoeMemoryError, match=mentions):
         assemble(config)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from moe_kernels.replay import RouterReplay
+from moe_memory.measure import Peak
 from moe_parallel import AxisGroups, Groups, Topology, together
 from moe_train.assemble import Training, assemble, choose_device
 from moe_train.choices import StepChoices, load_choices, save_choices
@@ -22,7 +23,7 @@ from moe_train.errors import MoeTrainError
 from moe_train.evaluate import validation_loss
 from moe_train.generate import generate_text
 from moe_train.memory.report import explained
-from moe_train.memory.watch import MemoryWatch
+from moe_train.memory.watch import MemoryWatch, too_small
 from moe_train.observe.console import Console
 from moe_train.observe.record import LoadRecord, StepRecord, ValidRecord
 from moe_train.observe.report import write_report
@@ -152,6 +153,20 @@ def _report_memory(training: Training, step: int, sinks: Sequence[MetricSink], c
         sink.write(record)
     if console is not None:
         console.memory(record)
+        _warn_of_offload(training)
+
+
+def _warn_of_offload(training: Training) -> None:
+    memory = training.config.memory
+    forward = training.memory.account.peaks.get("forward", Peak())
+    for unit, elements in too_small(forward.idle, memory).items():
+        logger.warning(
+            "memory.offload names %s, whose inputs have at most %d elements here and stay: "
+            "memory.offload_min_elements = %d",
+            unit,
+            elements,
+            memory.offload_min_elements,
+        )
 
 
 @contextmanager

@@ -13,7 +13,7 @@ _COMMAND = """\
 # Trains the same resolved configuration again, in a new run directory; arguments are passed on.
 # This run was started in {directory}
 # as: {command}
-exec moe-train run "$(dirname "$0")/config.toml" "$@"
+exec moe-train run "$(dirname "$0")/config.toml" {nproc}"$@"
 """
 
 
@@ -94,8 +94,13 @@ class RunDirectory:
         return _read_json(self.summary) if self.summary.exists() else {}
 
     @classmethod
-    def create(cls, path: Path, *, config_toml: str, command: str, environment: Mapping[str, Any]) -> "RunDirectory":
+    def create(
+        cls, path: Path, *, config_toml: str, command: str, environment: Mapping[str, Any], nproc: int = 1
+    ) -> "RunDirectory":
         """Prepare an empty or new directory; nothing is ever overwritten.
+
+        Args:
+            nproc: ranks that the script starts on its machine.
 
         Raises:
             MoeTrainError: the directory holds something already, or cannot be made.
@@ -114,7 +119,8 @@ class RunDirectory:
             raise MoeTrainError(f"{path} is not empty and holds no run; choose another directory with --run-dir")
         run.checkpoints.mkdir()
         run.environment.write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
-        script = _COMMAND.format(directory=Path.cwd(), command=command.replace("\n", " "))
+        ranks = f"--nproc {nproc} " if nproc > 1 else ""
+        script = _COMMAND.format(directory=Path.cwd(), command=command.replace("\n", " "), nproc=ranks)
         run.command.write_text(script, encoding="utf-8")
         run.command.chmod(0o755)
         run.config.write_text(config_toml, encoding="utf-8")

@@ -14,7 +14,7 @@ COMMANDS = {
     "verify": ("verify", "check that loss, gradients and weights do not depend on the layout of ranks"),
     "support": ("support", "what was verified with what, as a matrix"),
     "report": ("report", "write the HTML report of a run"),
-    "explain": ("explain", "what a metric means, how it is computed, what is healthy"),
+    "explain": ("explain", "what a metric or an option means, how it is computed, what is healthy"),
     "doctor": ("doctor", "what this installation can do here, and why not the rest"),
     "plugins": ("plugins", "list installed dispatchers, kernels, models, recipes and sinks"),
 }

@@ -52,7 +52,7 @@ def _check(arguments: list[str]) -> int:
     loaded = load_config(settings.recipe, settings.files, settings.overrides, world=options.world)
     changed = sum(source.layer in ("file", "command line") for source in loaded.provenance.values())
     ranks = f"{options.world} rank{'s' if options.world > 1 else ''}"
-    print(f"legal on {ranks}: {settings.recipe}, {changed} options set on top of it")
+    print(f"legal on {ranks}: {settings.recipe}, {changed} option{'' if changed == 1 else 's'} set on top of it")
     return 0
 
 

@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
     config = load_config(settings.recipe, settings.files, settings.overrides, world=world).config
     from moe_train.launch.worker import rank_groups
 
-    command = shlex.join(["moe-train", "run", *arguments])
+    command = shlex.join(["moe-train", "run", *arguments, *_nproc(_ranks_here())])
     with rank_groups(config) as (groups, topology):
         return _train(options, settings, config, groups, topology, command)
 
@@ -120,8 +120,19 @@ def _train(
 
 def _new(directory: Path | None, config: TrainConfig, settings: Settings, command: str) -> RunDirectory:
     path = next_free_directory(Path("runs"), _run_name(settings.recipe)) if directory is None else directory
-    described = environment(recipe=settings.recipe, command=command, seed=config.train.seed)
-    return RunDirectory.create(path, config_toml=to_toml(config), command=command, environment=described)
+    nproc = _ranks_here()
+    described = environment(recipe=settings.recipe, command=command, seed=config.train.seed, nproc=nproc)
+    return RunDirectory.create(path, config_toml=to_toml(config), command=command, environment=described, nproc=nproc)
+
+
+def _ranks_here() -> int:
+    """Ranks that `--nproc` starts like those of this run; 1 where they are on several machines, which it cannot."""
+    world, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return world if world == here else 1
+
+
+def _nproc(ranks: int) -> list[str]:
+    return ["--nproc", str(ranks)] if ranks > 1 else []
 
 
 def _run_name(recipe: str) -> str:
@@ -134,7 +145,8 @@ def _run_name(recipe: str) -> str:
 # What may change when a run continues: where and how the same numbers are computed, never which. Between layouts they
 # agree up to rounding; bit for bit only where nothing changes.
 _MOVABLE = (
-    *("parallel.", "comm.", "kernels.", "memory.data_parallel", "memory.recompute", "memory.offload"),
+    *("parallel.", "comm.", "kernels.", "memory.data_parallel", "memory.reshard", "memory.prefetch_units"),
+    *("memory.bucket_mib", "memory.shard_replicas", "memory.recompute", "memory.offload", "optim.offload"),
     *("train.microbatch_sequences", "train.threads", "train.device"),
 )
 
@@ -155,7 +167,8 @@ def _resumable(directory: Path | None, config: TrainConfig) -> RunDirectory:
 
 
 def _resume_command(run: RunDirectory) -> str:
-    return shlex.join(["moe-train", "run", str(run.config), "--run-dir", str(run.path), "--resume"])
+    nproc = _nproc(run.read_environment().get("nproc", 1))
+    return shlex.join(["moe-train", "run", str(run.config), "--run-dir", str(run.path), "--resume", *nproc])
 
 
 def _compare_versions(run: RunDirectory) -> None:

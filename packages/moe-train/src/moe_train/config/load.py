@@ -142,20 +142,28 @@ class _Resolution:
                 # JSON is the one strict form in which pydantic takes a list for a tuple.
                 return adapter.validate_json(json.dumps(values, default=_as_json), strict=True)
             except ValidationError as error:
-                for key in dict.fromkeys(self._key(name, details["loc"]) for details in error.errors()):
+                places: dict[str, Sequence[int | str]] = {}
+                for details in error.errors():
+                    key = self._key(name, details["loc"])
+                    places.setdefault(key, details["loc"][key.count(".") :])
+                for key, place in places.items():
                     if not self.history[key]:
                         return None
-                    self._wrong_type(self.history[key].pop())
+                    self._wrong_type(self.history[key].pop(), place)
 
     def _key(self, section: str, place: Sequence[int | str]) -> str:
         parts = [section, *map(str, place)]
         keys = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
         return next(key for key in keys if key in self.schema.options)
 
-    def _wrong_type(self, setting: Setting) -> None:
+    def _wrong_type(self, setting: Setting, place: Sequence[int | str]) -> None:
         option = self.schema.options[setting.key]
-        near = difflib.get_close_matches(str(setting.value), option.words, n=1)
+        near: list[Any] = [*difflib.get_close_matches(str(setting.value), option.words, n=1)]
+        if option.takes_list_of_text and isinstance(setting.value, str):
+            near.append([setting.value])
         next_step = f"did you mean {toml_value(near[0])}?" if near else ""
+        if len(place) > 1 and isinstance(place[0], int):
+            next_step = f"look at {place[1]} of entry {place[0] + 1}"
         problem = Problem(key=setting.key, value=setting.value, rule=f"must be {option.kind}", next_step=next_step)
         self.faults.append(Fault(problem, setting.source))
 
@@ -170,7 +178,7 @@ class _Resolution:
             return
         complained.add(part)
         section = part.partition(".")[0]
-        kind = self.history.get(f"{section}.kind")
+        kind = self.history[f"{section}.kind"] if section in _union_registries() else None
         rule = f"there is no such option of {section}.kind = {kind[-1].value!r}" if kind else "there is no such option"
         suggestion = self.schema.suggest(part)
         next_step = f"did you mean {suggestion}?" if suggestion else "`moe-train config show` lists all options"

@@ -36,6 +36,11 @@ class Option:
         return self._alternatives - {None} == {str}
 
     @property
+    def takes_list_of_text(self) -> bool:
+        """A list of text is legal."""
+        return tuple[str, ...] in self._alternatives
+
+    @property
     def words(self) -> list[str]:
         """The legal words of an option that takes one of a few."""
         return sorted(word for word in self._alternatives if isinstance(word, str))

@@ -75,7 +75,12 @@ def _first(failures: Mapping[int, Any], layout: ParallelLayout) -> str:
         return ended_by_launcher, failures[rank].timestamp + later_s
 
     rank = min(failures, key=order)
-    return said[rank] or f"{layout.words_for(rank)} ended with {_ending(failures[rank].exitcode)}"
+    lines = (said[rank] or "").splitlines()
+    # The rank itself has printed all of them; the last has its place.
+    return (
+        "; ".join(lines[:1] + lines[1:][-1:])
+        or f"{layout.words_for(rank)} ended with {_ending(failures[rank].exitcode)}"
+    )
 
 
 def _message(file: Path) -> str | None:

@@ -1,6 +1,7 @@
 """The report of a rank that ran out of memory: where, what filled it, what to change."""
 
 import re
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -131,7 +132,11 @@ def _capacity(device: torch.device) -> str:
         total, free = kilobytes["MemTotal"] * 1024, kilobytes["MemAvailable"] * 1024
     except (OSError, KeyError, ValueError, IndexError):
         return "this system does not say how much memory it has"
-    return f"this machine has {_gib(total)}, of which {_gib(free)} are free"
+    machine = f"this machine has {_gib(total)}, of which {_gib(free)} are free"
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return machine
+    return f"{machine}; this process may have {_gib(limit)} of addresses (ulimit -v)"
 
 
 def _gib(size_bytes: int) -> str:

@@ -5,13 +5,15 @@ to find out, and is measured while a training is built and in its first steps.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 
 import torch
 
-from moe_memory.measure import MemoryAccount, Owner, Peak, PeakMemory
+from moe_memory.config import MemoryConfig
+from moe_memory.measure import IdleInput, MemoryAccount, Owner, Peak, PeakMemory
+from moe_memory.unit_choice import is_named
 from moe_parallel import gather_json
 from moe_train.observe.record import MemoryRecord, PhaseMemory
 
@@ -167,3 +169,13 @@ def by_unit(owners: Mapping[Owner, int]) -> list[tuple[Owner, int]]:
         one = Owner(owner.kind, re.sub(r"\b(layers|mtp)\.\d+", r"\1.*", owner.name))
         found[one] = found.get(one, 0) + size_bytes
     return sorted(found.items(), key=lambda item: -item[1])
+
+
+def too_small(inputs: Iterable[IdleInput], memory: MemoryConfig) -> dict[str, int]:
+    """Units that `memory.offload` names and whose inputs all stay for their size: elements of the largest."""
+    largest: dict[str, int] = {}
+    for name, elements in inputs:
+        if is_named(memory.offload, name):
+            unit = name.rpartition(".")[2]
+            largest[unit] = max(largest.get(unit, 0), elements)
+    return {unit: elements for unit, elements in largest.items() if elements < memory.offload_min_elements}

@@ -79,6 +79,7 @@ class DecoderConfig:
     these options; `moe_train.hf` reads them from a `config.json`.
 
     Attributes:
+        kind: an installed family of models (`moe-train plugins`); the other options are those of the family.
         num_layers: Transformer layers.
         model_features: width D of the residual stream.
         attention: `grouped`: query heads share key/value heads; `latent`: multi-head latent attention.

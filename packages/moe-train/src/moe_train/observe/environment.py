@@ -35,11 +35,16 @@ def cores() -> int:
     return os.cpu_count() or 1  # macOS has no affinity.
 
 
-def environment(*, recipe: str, command: str, seed: int) -> dict[str, Any]:
-    """The contents of env.json."""
+def environment(*, recipe: str, command: str, seed: int, nproc: int = 1) -> dict[str, Any]:
+    """The contents of env.json.
+
+    Args:
+        nproc: ranks, if all are on this machine.
+    """
     return {
         "recipe": recipe,
         "command": command,
+        "nproc": nproc,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": seed,
         "versions": versions(),

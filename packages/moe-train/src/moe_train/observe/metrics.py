@@ -215,7 +215,8 @@ METRICS = (
         "bytes",
         "Master weights and moments on the device, where they are other tensors than the weights.",
         "storages that the engine makes when it takes the model over, at the peak of a phase (memory.jsonl)",
-        "8 bytes * parameters in float32 with AdamW, over the replicas that share them",
+        "12 bytes * parameters / replicas that share them, with AdamW in float32; 8 where float32 weights of one rank "
+        "are their own masters",
     ),
     Metric(
         "memory/activations",
