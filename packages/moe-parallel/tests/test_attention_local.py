@@ -150,6 +150,38 @@ def test_long_rows_in_low_precision_are_as_good_as_under_a_mask(rows, dtype):
         assert (g.double() - e).norm() <= 1.1 * (m.double() - e).norm()
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "known"),
+    [
+        ("cpu", torch.float32, True),
+        ("cuda", torch.bfloat16, True),
+        ("cuda", torch.float32, False),
+        ("cuda", torch.float64, False),
+    ],
+)
+def test_heads_are_grouped_in_a_kernel_that_holds_no_scores(device, dtype, known):
+    assert whole_rows._kernel_knows_groups(torch.device(device), dtype) is known
+
+
+def test_heads_that_a_kernel_cannot_group_are_repeated(monkeypatch):
+    q, k, v = tensors(7)
+    found, torchs = [], F.scaled_dot_product_attention
+
+    def attention(*args, **options):
+        found.append(options["enable_gqa"])
+        return torchs(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    results = []
+    for knows in (True, False):
+        monkeypatch.setattr(whole_rows, "_kernel_knows_groups", lambda device, dtype, knows=knows: knows)
+        out = LocalAttention()(q, k, v, info(2, 5))
+        results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    assert found == [True, False]
+    for grouped, repeated in zip(*results, strict=True):
+        torch.testing.assert_close(repeated, grouped)
+
+
 def test_nothing_as_large_as_a_mask_is_held():
     slots = 640
     *qkv, grad = [x.detach() for x in (*tensors(10, 1, slots, 1, 1, 4), tensors(11, 1, slots, 1, 1, 4)[0])]
