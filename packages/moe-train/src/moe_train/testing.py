@@ -38,6 +38,8 @@ SMALL = (
     "data.sequence_length=13",
     "train.global_batch_sequences=8",
     "train.microbatch_sequences=8",
+    # Where there are GPUs, too: limits are those of one backend, and most tests fork.
+    "train.device=cpu",
     "train.threads=1",
     "train.valid_sequences=4",
     "optim.warmup_steps=0",
