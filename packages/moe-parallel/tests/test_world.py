@@ -26,7 +26,7 @@ from moe_parallel import (
     world as world_module,
 )
 from moe_parallel._torch_compat import in_memory_store
-from moe_parallel.collectives import with_rank
+from moe_parallel.collectives import as_collective_error
 from moe_parallel.errors import described
 from moe_parallel.testing import run_threads
 from moe_parallel.world import explain
@@ -306,7 +306,7 @@ def test_an_error_of_an_operator_is_no_lost_peer(port):
 
 def test_what_fails_before_there_are_ranks_stays_what_it_is():
     error = dist.DistStoreError("timed out")
-    assert with_rank(error) is error
+    assert as_collective_error(error) is error
 
 
 def test_the_cause_is_no_rank_that_tells_of_another():

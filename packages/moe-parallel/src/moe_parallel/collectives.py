@@ -59,7 +59,7 @@ def lost_peers(doing: str, ranks: Sequence[int], seconds: float, error: Exceptio
     return failure
 
 
-def with_rank(error: E) -> "E | CollectiveError":
+def as_collective_error(error: E) -> "E | CollectiveError":
     """The error, but a `CollectiveError` where a peer was lost in a collective that torch makes by itself, as those of
     `fully_shard`."""
     if not (dist.is_initialized() and is_lost_peer(error)):

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from moe_parallel._torch_compat import file_store
-from moe_parallel.collectives import CollectiveError, with_rank
+from moe_parallel.collectives import CollectiveError, as_collective_error
 from moe_parallel.errors import MoeParallelError
 from moe_parallel.layout import ParallelLayout
 from moe_parallel.mesh import FoldedMesh
@@ -102,7 +102,7 @@ def _work(
         dist.barrier()
         answer = ("result", fn(groups))
     except BaseException as raised:  # what test runners raise is no Exception; nothing may be lost in a process
-        error = with_rank(raised)
+        error = as_collective_error(raised)
         explain(error, store, rank=rank, world=layout.world)
         error.add_note(f"raised on {layout.words_for(rank)}")
         error.add_note("".join(traceback.format_tb(raised.__traceback__)).rstrip())

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from moe_parallel._torch_compat import abort_process_groups
-from moe_parallel.collectives import CollectiveError, all_gather, with_rank
+from moe_parallel.collectives import CollectiveError, all_gather, as_collective_error
 from moe_parallel.errors import MoeParallelError, described
 from moe_parallel.topology import Topology
 
@@ -102,7 +102,7 @@ def joined(place: Place, *, device: torch.device, timeout_s: float) -> Iterator[
         yield
         leave = dist.destroy_process_group
     except Exception as error:
-        failure = with_rank(error)
+        failure = as_collective_error(error)
         explain(failure, store, rank=place.rank, world=place.world)
         if failure is error:
             raise

@@ -47,11 +47,17 @@ def _record(error: Exception, layout: ParallelLayout) -> None:
     """Leave what failed first, as far as this rank knows, where torch's launcher looks for it."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    name, text = type(error).__name__, described(error)
     if isinstance(error, CollectiveError) and error.cause is not None:
         # This rank may have ended before the one that is the cause, of which the launcher then learns nothing.
         rank, said = error.cause
         name, _, text = said.partition(": ")
-        text += f"\non {layout.words_for(rank)}" if "\n" in text else f"; on {layout.words_for(rank)}"
-    # Notes are not recorded, so that a stand-in of the same name says them.
-    get_error_handler().record_exception(type(name, (Exception,), {})(text))
+        error = _stand_in(name, text)
+        error.add_note(f"on {layout.words_for(rank)}")
+    # Notes are not recorded.
+    get_error_handler().record_exception(_stand_in(type(error).__name__, described(error)))
+
+
+def _stand_in(name: str, text: str) -> Exception:
+    """An error that is told as one of this name would be."""
+    found: Exception = type(name, (Exception,), {})(text)
+    return found
